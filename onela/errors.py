@@ -1,0 +1,89 @@
+"""Every error that OneLA raises on purpose.
+
+    OneLAError
+    ├── ConfigError           an option, environment variable or model configuration is wrong
+    ├── ShapeError            a tensor handed to an op has the wrong shape
+    ├── DtypeError            a tensor handed to an op has the wrong dtype, device or layout
+    ├── CheckpointError       a checkpoint directory cannot be loaded
+    ├── VocabularyError       SID tokens cannot be found, or are ambiguous
+    ├── CatalogError          an item catalogue is malformed (names the file and the line)
+    ├── RequestError          a request is wrong (names the field, the value and the limit)
+    ├── CapacityError         a request can never fit into the configured memory
+    ├── NumericsError         a model produced NaN, or two backends disagree
+    └── UnavailableError      a GPU, kernel or optional package that was asked for is not there
+
+`ShapeError`, `ConfigError`, `VocabularyError`, `CatalogError` and `RequestError` are `ValueError`s too, and `DtypeError` is a
+`TypeError`, so that code which does not know OneLA catches them as it would expect.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class OneLAError(Exception):
+    """Base of all errors raised by OneLA."""
+
+
+class ConfigError(OneLAError, ValueError):
+    """An option, an environment variable or a model configuration has an unusable value."""
+
+
+class ShapeError(OneLAError, ValueError):
+    """A tensor has the wrong shape; the message gives the expected and the given one."""
+
+
+class DtypeError(OneLAError, TypeError):
+    """A tensor has the wrong dtype, device or layout; the message gives the expected and the given one."""
+
+
+class CheckpointError(OneLAError):
+    """A checkpoint cannot be loaded; the message names the file or the tensor."""
+
+
+class VocabularyError(OneLAError, ValueError):
+    """The semantic-ID tokens of a checkpoint cannot be found, or more than one reading is possible."""
+
+
+class CatalogError(OneLAError, ValueError):
+    """An item catalogue is malformed.
+
+    Args:
+        message: what is wrong.
+        path: the file, if the catalogue came from one.
+        line: 1-based line (or row) number in that file.
+    """
+
+    def __init__(self, message: str, *, path: str | None = None, line: int | None = None) -> None:
+        self.path = path
+        self.line = line
+        where = "" if path is None else f"{path}: " if line is None else f"{path}, line {line}: "
+        super().__init__(f"{where}{message}")
+
+
+class RequestError(OneLAError, ValueError):
+    """A request cannot be run as it stands.
+
+    Args:
+        field: name of the offending field, as the user wrote it.
+        message: what is wrong with it.
+        value: the value that was given.
+    """
+
+    def __init__(self, field: str, message: str, *, value: Any = None) -> None:
+        self.field = field
+        self.value = value
+        given = "" if value is None else f" (got {value!r})"
+        super().__init__(f"{field}: {message}{given}")
+
+
+class CapacityError(OneLAError):
+    """A request needs more memory than the engine may ever give it."""
+
+
+class NumericsError(OneLAError, ArithmeticError):
+    """A model produced values that cannot be ranked (NaN), or a comparison failed its tolerance."""
+
+
+class UnavailableError(OneLAError, RuntimeError):
+    """Something optional that was asked for is missing: a GPU, a compiled kernel, a package."""

@@ -1,0 +1,43 @@
+"""Index helpers that every reference shares: which request a row belongs to, and gathers that respect PAD."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rows_to_requests(cu_rows: Tensor, num_rows: int) -> Tensor:
+    """Return the request of each packed row.
+
+    Args:
+        cu_rows: [B+1] int32; rows of request `r` are `cu_rows[r] : cu_rows[r+1]`.
+        num_rows: N, at least `cu_rows[-1]`.
+    Returns:
+        requests: [N] int64; B for the rows past the last request.
+    """
+    rows = torch.arange(num_rows, device=cu_rows.device)
+    return torch.bucketize(rows, cu_rows[1:].to(torch.int64), right=True)
+
+
+def spread(per_request: Tensor, cu_rows: Tensor, num_rows: int, fill: int = -1) -> Tensor:
+    """Spread one value per request over its rows; rows past the last request get `fill`. Returns [N] int64."""
+    padded = torch.cat([per_request.to(torch.int64), per_request.new_full((1,), fill, dtype=torch.int64)])
+    return padded[rows_to_requests(cu_rows, num_rows)]
+
+
+def gather_rows(source: Tensor, index: Tensor) -> Tensor:
+    """`source[index]`, with zeros where the index is negative."""
+    if source.shape[0] == 0:
+        return source.new_zeros((*index.shape, *source.shape[1:]))
+    taken = source[index.clamp(min=0).to(torch.int64)]
+    return taken.masked_fill(_expand(index < 0, taken), 0)
+
+
+def scatter_rows(target: Tensor, index: Tensor, values: Tensor) -> None:
+    """`target[index] = values` in place, rows with a negative index left out."""
+    live = index >= 0
+    target[index[live].to(torch.int64)] = values[live].to(target.dtype)
+
+
+def _expand(mask: Tensor, like: Tensor) -> Tensor:
+    return mask.reshape(*mask.shape, *([1] * (like.dim() - mask.dim())))
