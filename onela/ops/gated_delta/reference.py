@@ -317,6 +317,7 @@ def replay_ssm_step_ref(
     for name, index in (("checkpoint_rows", checkpoint_rows), ("rows", rows), ("row_depths", row_depths)):
         check_index(name, index, N)
     dtype = compute_dtype(q)
+    out_dtype = v.dtype if out_dtype is None else out_dtype
     live = rows >= 0
     qn, kn = q.to(dtype), k.to(dtype)
     k_scale = l2norm_scale(kn).repeat_interleave(groups, 1)
@@ -337,7 +338,7 @@ def replay_ssm_step_ref(
     buffer_g[at, depth] = g[live].to(buffer_g.dtype)
     buffer_delta[at, depth] = (delta * k_scale)[live].to(buffer_delta.dtype)
     buffer_k[at, depth] = k[live].to(buffer_k.dtype)
-    return o.masked_fill(~live[:, None, None], 0).to(q.dtype if out_dtype is None else out_dtype)
+    return o.masked_fill(~live[:, None, None], 0).to(out_dtype)
 
 
 def _state_step(

@@ -1,0 +1,117 @@
+"""The short causal convolution in front of q, k and v: packed prompts, and one step of every beam."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onela.ops._checks import check_float, check_index
+from onela.ops.gated_delta.reference import compute_dtype
+from onela.ops.indexing import gather_rows, scatter_rows, spread
+
+
+def short_conv_prefill(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    cu_seqlens: Tensor,
+    initial_state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Depthwise causal convolution over packed sequences, then SiLU.
+
+    `y_t = silu(sum_j weight[:, j] x_{t - (kernel_size - 1) + j})`, inputs before the sequence from `initial_state`.
+
+    Args:
+        x: [T, conv_dim], the raw projection.
+        weight: [conv_dim, kernel_size].
+        cu_seqlens: [N+1] int32.
+        initial_state: [N, conv_dim, kernel_size - 1], the inputs that came before, oldest first; None for zeros.
+    Returns:
+        y: [T, conv_dim] in x's dtype.
+        final_state: [N, conv_dim, kernel_size - 1] in x's dtype, the last inputs of each sequence.
+
+    Numerics: accumulates in fp32; deterministic; sequences do not touch.
+    """
+    conv_dim, kernel_size = weight.shape
+    check_float("x", x, None, conv_dim)
+    tail = kernel_size - 1
+    bounds = cu_seqlens.tolist()
+    num_sequences = len(bounds) - 1
+    if initial_state is None:
+        initial_state = x.new_zeros(num_sequences, conv_dim, tail)
+    check_float("initial_state", initial_state, num_sequences, conv_dim, tail)
+    # Every sequence with its own past in front, one after the other: windows that would cross a border are dropped.
+    pieces = []
+    for n in range(num_sequences):
+        pieces += [initial_state[n].t().to(x.dtype), x[bounds[n] : bounds[n + 1]]]
+    joined = torch.cat(pieces) if pieces else x
+    final_state = torch.stack(
+        [joined[bounds[n + 1] + tail * n : bounds[n + 1] + tail * (n + 1)].t() for n in range(num_sequences)]
+    )
+    if x.shape[0] == 0:
+        return torch.empty_like(x), final_state
+    dtype = compute_dtype(x)
+    out = F.conv1d(joined.t()[None].to(dtype), weight[:, None].to(dtype), groups=conv_dim)[0].t()
+    keep = torch.cat([torch.arange(bounds[n], bounds[n + 1]) + tail * n for n in range(num_sequences)])
+    return F.silu(out[keep.to(out.device)]).to(x.dtype), final_state
+
+
+def short_conv_step_ref(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    conv_state: Tensor,
+    records_x: Tensor,
+    slots: Tensor,
+    ancestors: Tensor,
+    cu_rows: Tensor,
+    prompts: Tensor,
+    depths: Tensor,
+) -> Tensor:
+    """One step of the convolution for every beam: its window is gathered from its ancestors, then the prompt's tail.
+
+    Args:
+        x: [N, conv_dim], the raw projection of this step.
+        weight: [conv_dim, kernel_size].
+        conv_state: [num_prompts, conv_dim, kernel_size - 1], the last inputs of each prompt, oldest first.
+        records_x: [num_slots, conv_dim], the inputs of earlier steps.
+        slots, ancestors, cu_rows, prompts, depths: as in `replay_step_ref`.
+    Returns:
+        y: [N, conv_dim] in x's dtype, after SiLU.
+
+    Writes: records_x at `slots`.
+    Padding: rows whose slot is PAD, and rows past `cu_rows[-1]`, read and write nothing and give zeros.
+    Aliasing: no slot that is written is read as an ancestor in the same launch.
+    Numerics: accumulates in fp32; deterministic.
+    """
+    N, conv_dim = x.shape
+    kernel_size = weight.shape[1]
+    check_float("weight", weight, conv_dim, None)
+    check_float("conv_state", conv_state, None, conv_dim, kernel_size - 1)
+    check_float("records_x", records_x, None, conv_dim)
+    check_index("slots", slots, N)
+    check_index("ancestors", ancestors, N, None)
+    row_prompts = spread(prompts, cu_rows, N)
+    row_depths = spread(depths, cu_rows, N, fill=0)
+    live = (slots >= 0) & (row_prompts >= 0)
+    row_prompts = row_prompts.where(live, row_prompts.new_full((), -1))
+    dtype = compute_dtype(x)
+    out = weight[:, -1].to(dtype) * x.to(dtype)
+    depth_axis = ancestors.shape[1]
+    for back in range(1, kernel_size):
+        step = row_depths - back
+        if depth_axis:
+            slot = ancestors.gather(1, step.clamp(min=0)[:, None])[:, 0]
+        else:
+            slot = slots.new_full((N,), -1)
+        slot = slot.where(live & (step >= 0), slot.new_full((), -1))
+        taken = gather_rows(records_x, slot)
+        # Before the first decode step lies the prompt: one back from step 0 is its last input.
+        tail = gather_rows(conv_state.permute(0, 2, 1), row_prompts)
+        column = (kernel_size - 1 + step).clamp(0, kernel_size - 2)
+        past = tail[torch.arange(N, device=x.device), column]
+        value = torch.where((step >= 0)[:, None], taken.to(dtype), past.to(dtype))
+        out = out + weight[:, kernel_size - 1 - back].to(dtype) * value
+    scatter_rows(records_x, slots.where(live, slots.new_full((), -1)), x)
+    return F.silu(out).masked_fill(~live[:, None], 0).to(x.dtype)
