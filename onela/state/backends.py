@@ -1,0 +1,372 @@
+"""Three ways to hold what a beam remembers, behind one interface, in one pipeline.
+
+`replay` keeps an append-only record per beam and step; `full_state` keeps a whole state per beam, as ordinary engines do;
+`replay_ssm` keeps a checkpoint and a buffer of transitions per beam and rebuilds the state at each step. All share the short
+convolution, the gates and the gated norm, so that a comparison changes one thing only.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from onela.errors import ConfigError
+from onela.ops.gated_delta import (
+    full_state_step,
+    gated_delta_gates,
+    gated_delta_layer_step,
+    replay_ssm_step,
+    replay_step,
+)
+from onela.ops.indexing import scatter_rows
+from onela.ops.norm import gated_rms_norm
+from onela.ops.short_conv import short_conv_step
+from onela.state.geometry import GatedDeltaGeometry, LayerGeometry
+from onela.state.inputs import StepInputs
+from onela.state.pools import GrowingTensors
+from onela.state.prompt import PromptPool
+from onela.state.records import Records
+
+BackendName = Literal["replay", "full_state", "replay_ssm"]
+BACKENDS: tuple[BackendName, ...] = ("replay", "full_state", "replay_ssm")
+
+
+@dataclass(frozen=True)
+class GatedDeltaWeights:
+    """The small tensors of a layer that act between its in-projection and its out-projection.
+
+    Attributes:
+        conv_weight: [conv_dim, kernel_size]. A_log, dt_bias: [HV]. norm_weight: [V]. norm_eps: of the gated RMSNorm.
+    """
+
+    conv_weight: Tensor
+    A_log: Tensor
+    dt_bias: Tensor
+    norm_weight: Tensor
+    norm_eps: float
+
+
+class RecurrentBackend(ABC):
+    """How the beams' recurrent states are held.
+
+    Args:
+        layers: geometry of each layer of the model.
+        prompts: the prompts' states, read only here.
+        records: the append-only rows; every backend keeps the convolution's inputs there.
+    """
+
+    name: BackendName
+    uses_transitions = False
+
+    def __init__(self, layers: Sequence[LayerGeometry], prompts: PromptPool, records: Records) -> None:
+        self.geometry = {i: layer for i, layer in enumerate(layers) if isinstance(layer, GatedDeltaGeometry)}
+        self.prompts = prompts
+        self.records = records
+
+    def reserve(self, num_rows: int, max_depth: int) -> None:
+        """Make room for `num_rows` beams of at most `max_depth` decode steps."""
+
+    def begin(self, inputs: StepInputs) -> None:
+        """Called before a step's forward for the rows that stand at depth 0."""
+
+    def reorder(self, inputs: StepInputs) -> None:
+        """Called before a step's forward: bring what each beam holds to its survivor, where that needs a copy."""
+
+    def layer_step(
+        self,
+        layer: int,
+        weights: GatedDeltaWeights,
+        mixed_qkv: Tensor,
+        z: Tensor,
+        b: Tensor,
+        a: Tensor,
+        inputs: StepInputs,
+    ) -> Tensor:
+        """One decode step of a layer, from raw in-projections to the input of its out-projection.
+
+        Args:
+            layer: index of the layer in the model.
+            mixed_qkv: [N, conv_dim]. z: [N, HV*V]. b, a: [N, HV].
+        Returns:
+            [N, HV*V] in mixed_qkv's dtype.
+        """
+        geometry = self.geometry[layer]
+        N = mixed_qkv.shape[0]
+        H, HV = geometry.num_key_heads, geometry.num_value_heads
+        K, V = geometry.key_dim, geometry.value_dim
+        mixed = short_conv_step(
+            mixed_qkv,
+            weights.conv_weight,
+            conv_state=self.prompts.layer(layer, "conv_state"),
+            records_x=self.records.layer(layer, "x"),
+            **inputs.index,
+        )
+        q, k, v = mixed.split([H * K, H * K, HV * V], dim=-1)
+        g, beta = gated_delta_gates(a, b, A_log=weights.A_log, dt_bias=weights.dt_bias)
+        o = self.step(layer, q.reshape(N, H, K), k.reshape(N, H, K), v.reshape(N, HV, V), g, beta, inputs)
+        gated = gated_rms_norm(o, z.reshape(N, HV, V), weights.norm_weight, eps=weights.norm_eps)
+        return gated.reshape(N, HV * V)
+
+    @abstractmethod
+    def step(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, inputs: StepInputs
+    ) -> Tensor:
+        """The recurrence alone. q, k: [N, H, K]; v: [N, HV, V]; g, beta: [N, HV]. Returns o [N, HV, V] fp32."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes that this backend holds for the beams' recurrent states (the prompts' not counted)."""
+
+
+class ReplayBackend(RecurrentBackend):
+    """Records and an ancestry index; nothing is built, copied or moved."""
+
+    name: BackendName = "replay"
+    uses_transitions = True
+
+    def layer_step(
+        self,
+        layer: int,
+        weights: GatedDeltaWeights,
+        mixed_qkv: Tensor,
+        z: Tensor,
+        b: Tensor,
+        a: Tensor,
+        inputs: StepInputs,
+    ) -> Tensor:
+        return gated_delta_layer_step(
+            mixed_qkv,
+            z,
+            b,
+            a,
+            conv_weight=weights.conv_weight,
+            A_log=weights.A_log,
+            dt_bias=weights.dt_bias,
+            norm_weight=weights.norm_weight,
+            norm_eps=weights.norm_eps,
+            recurrent_state=self.prompts.layer(layer, "recurrent_state"),
+            conv_state=self.prompts.layer(layer, "conv_state"),
+            records_g=self.records.layer(layer, "g"),
+            records_delta=self.records.layer(layer, "delta"),
+            records_k=self.records.layer(layer, "k"),
+            records_x=self.records.layer(layer, "x"),
+            **inputs.index,
+        )
+
+    def step(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, inputs: StepInputs
+    ) -> Tensor:
+        return replay_step(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            recurrent_state=self.prompts.layer(layer, "recurrent_state"),
+            records_g=self.records.layer(layer, "g"),
+            records_delta=self.records.layer(layer, "delta"),
+            records_k=self.records.layer(layer, "k"),
+            out_dtype=torch.float32,
+            **inputs.index,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        names = [f"{i}.{part}" for i in self.geometry for part in ("g", "delta", "k")]
+        return sum(self.records.pool.tensors[name].nbytes for name in names)
+
+
+class FullStateBackend(RecurrentBackend):
+    """A state per beam in two halves of a buffer: the parents' and the children's.
+
+    Args:
+        state_dtype: dtype of the states.
+        read_parent: True: a step reads the parent's state where it lies and writes the child's into the other half. False: the
+            survivors' states are copied into the other half first, and the step updates them in place, as engines do.
+    """
+
+    name: BackendName = "full_state"
+
+    def __init__(
+        self,
+        layers: Sequence[LayerGeometry],
+        prompts: PromptPool,
+        records: Records,
+        *,
+        state_dtype: torch.dtype = torch.float32,
+        read_parent: bool = False,
+    ) -> None:
+        super().__init__(layers, prompts, records)
+        self.read_parent = read_parent
+        shapes = {
+            str(i): ((layer.num_value_heads, layer.value_dim, layer.key_dim), state_dtype)
+            for i, layer in self.geometry.items()
+        }
+        self.pool = GrowingTensors(shapes, prompts.device)
+
+    def reserve(self, num_rows: int, max_depth: int) -> None:
+        # Rows 2r and 2r+1 are the two places of beam r, so that growing keeps every beam where it is.
+        self.pool.reserve(2 * num_rows)
+
+    def reorder(self, inputs: StepInputs) -> None:
+        if self.read_parent:
+            return
+        source, target = self._places(inputs)
+        moving = source >= 0
+        for i in self.geometry:
+            states = self.pool.tensors[str(i)]
+            states[target[moving]] = states[source[moving]]
+
+    def step(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, inputs: StepInputs
+    ) -> Tensor:
+        source, target = self._places(inputs)
+        read = source if self.read_parent else target.where(source >= 0, source)
+        return full_state_step(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            states=self.pool.tensors[str(layer)],
+            recurrent_state=self.prompts.layer(layer, "recurrent_state"),
+            read_rows=read,
+            write_rows=target,
+            row_prompts=inputs.row_prompts,
+            out_dtype=torch.float32,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return self.pool.nbytes
+
+    @staticmethod
+    def _places(inputs: StepInputs) -> tuple[Tensor, Tensor]:
+        """Where each row's parent has left its state (PAD: the prompt), and where the row's own goes."""
+        half = inputs.row_depths % 2
+        target = (2 * inputs.rows + half).where(inputs.rows >= 0, inputs.rows)
+        source = (2 * inputs.parent_rows + 1 - half).where(inputs.parent_rows >= 0, inputs.parent_rows)
+        return source, target
+
+
+class ReplaySsmBackend(RecurrentBackend):
+    """A buffer of transitions per beam, replayed into a state at each step from a checkpoint.
+
+    Args:
+        shared: True: the checkpoint is the prompt's state, one per request. False: every beam owns a copy of it.
+        record_dtype: dtype of `delta` in the buffers. dtype: dtype of the keys in the buffers.
+    """
+
+    name: BackendName = "replay_ssm"
+
+    def __init__(
+        self,
+        layers: Sequence[LayerGeometry],
+        prompts: PromptPool,
+        records: Records,
+        *,
+        shared: bool = False,
+        dtype: torch.dtype = torch.float32,
+        record_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__(layers, prompts, records)
+        self.shared = shared
+        self.dtype = dtype
+        self.record_dtype = record_dtype
+        self.max_depth = 0
+        self.pool = GrowingTensors({}, prompts.device)
+
+    def reserve(self, num_rows: int, max_depth: int) -> None:
+        if max_depth > self.max_depth:
+            self._deepen(max_depth)
+        self.pool.reserve(num_rows)
+
+    def begin(self, inputs: StepInputs) -> None:
+        if self.shared:
+            return
+        first = (inputs.row_depths == 0) & (inputs.rows >= 0)
+        rows, prompts = inputs.rows[first].to(torch.int64), inputs.row_prompts[first].to(torch.int64)
+        for i in self.geometry:
+            self.pool.tensors[f"{i}.checkpoint"][rows] = self.prompts.layer(i, "recurrent_state")[prompts]
+
+    def reorder(self, inputs: StepInputs) -> None:
+        moving = inputs.parent_rows >= 0
+        target = inputs.rows.where(moving, inputs.rows.new_full((), -1))
+        source = inputs.parent_rows[moving].to(torch.int64)
+        for tensor in self.pool.tensors.values():
+            moved = tensor.new_zeros((target.shape[0], *tensor.shape[1:]))
+            moved[moving] = tensor[source]
+            scatter_rows(tensor, target, moved)
+
+    def step(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, inputs: StepInputs
+    ) -> Tensor:
+        tensors = self.pool.tensors
+        checkpoints = self.prompts.layer(layer, "recurrent_state") if self.shared else tensors[f"{layer}.checkpoint"]
+        return replay_ssm_step(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            checkpoints=checkpoints,
+            checkpoint_rows=inputs.row_prompts if self.shared else inputs.rows,
+            buffer_g=tensors[f"{layer}.g"],
+            buffer_delta=tensors[f"{layer}.delta"],
+            buffer_k=tensors[f"{layer}.k"],
+            rows=inputs.rows,
+            row_depths=inputs.row_depths,
+            out_dtype=torch.float32,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return self.pool.nbytes
+
+    def _deepen(self, max_depth: int) -> None:
+        """Buffers for more steps; what the beams hold is kept."""
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        for i, layer in self.geometry.items():
+            shapes[f"{i}.g"] = ((max_depth, layer.num_value_heads), torch.float32)
+            shapes[f"{i}.delta"] = ((max_depth, layer.num_value_heads, layer.value_dim), self.record_dtype)
+            shapes[f"{i}.k"] = ((max_depth, layer.num_key_heads, layer.key_dim), self.dtype)
+            if not self.shared:
+                state = (layer.num_value_heads, layer.value_dim, layer.key_dim)
+                shapes[f"{i}.checkpoint"] = (state, torch.float32)
+        grown = GrowingTensors(shapes, self.prompts.device)
+        grown.generation = self.pool.generation
+        grown.reserve(self.pool.capacity)
+        for name, old in self.pool.tensors.items():
+            if name.endswith("checkpoint"):
+                grown.tensors[name].copy_(old)
+            else:
+                grown.tensors[name][:, : self.max_depth] = old
+        self.pool, self.max_depth = grown, max_depth
+
+
+def make_backend(
+    name: str,
+    layers: Sequence[LayerGeometry],
+    prompts: PromptPool,
+    records: Records,
+    *,
+    dtype: torch.dtype,
+    record_dtype: torch.dtype,
+    full_state_mode: Literal["copy", "read_parent"] = "copy",
+    replay_ssm_checkpoint: Literal["per_beam", "shared"] = "per_beam",
+) -> RecurrentBackend:
+    """Build a backend by name. Raises `ConfigError` for a name that is none of `BACKENDS`."""
+    if name == "replay":
+        return ReplayBackend(layers, prompts, records)
+    if name == "full_state":
+        return FullStateBackend(layers, prompts, records, read_parent=full_state_mode == "read_parent")
+    if name == "replay_ssm":
+        shared = replay_ssm_checkpoint == "shared"
+        return ReplaySsmBackend(layers, prompts, records, shared=shared, dtype=dtype, record_dtype=record_dtype)
+    raise ConfigError(f"recurrent_backend: {name!r} is none of {', '.join(BACKENDS)}")

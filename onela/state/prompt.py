@@ -1,0 +1,139 @@
+"""What prefill leaves for a prompt, shared by all its beams and read only from then on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from onela.errors import CapacityError
+from onela.state.allocator import ExtentAllocator, PageAllocator
+from onela.state.geometry import AttentionGeometry, GatedDeltaGeometry, LayerGeometry
+from onela.state.pools import GrowingTensors
+
+
+@dataclass
+class PromptState:
+    """One prompt's place in the pool.
+
+    Attributes:
+        index: row of the per-prompt tensors.
+        pages: KV pages in order.
+        num_tokens: tokens prefilled so far.
+        max_tokens: tokens that the pages have room for.
+    """
+
+    index: int
+    pages: list[int]
+    max_tokens: int
+    num_tokens: int = field(default=0)
+
+
+class PromptPool:
+    """The state of all prompts, per layer.
+
+    A Gated DeltaNet layer holds `recurrent_state` [num_prompts, HV, V, K] fp32 and `conv_state` [num_prompts, conv_dim,
+    kernel_size - 1]; a softmax layer holds pages of keys and values [num_pages, page_size, HKV, D].
+
+    Args:
+        layers: geometry of each layer.
+        dtype: the model's dtype, of the convolution tail and the keys and values.
+        device: where the state lives.
+        page_size: tokens per page.
+        max_prompts, max_pages: the most there may be; None for no limit.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerGeometry],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        page_size: int = 64,
+        max_prompts: int | None = None,
+        max_pages: int | None = None,
+    ) -> None:
+        per_prompt: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        per_page: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        for i, layer in enumerate(layers):
+            if isinstance(layer, GatedDeltaGeometry):
+                state = (layer.num_value_heads, layer.value_dim, layer.key_dim)
+                per_prompt[f"{i}.recurrent_state"] = (state, torch.float32)
+                per_prompt[f"{i}.conv_state"] = ((layer.conv_dim, layer.conv_kernel_size - 1), dtype)
+            else:
+                per_page[f"{i}.k"] = ((page_size, layer.num_kv_heads, layer.head_dim), dtype)
+                per_page[f"{i}.v"] = ((page_size, layer.num_kv_heads, layer.head_dim), dtype)
+        self.page_size = page_size
+        self.device = device
+        self.has_pages = any(isinstance(layer, AttentionGeometry) for layer in layers)
+        self.places = ExtentAllocator("prompt places", max_prompts)
+        self.pages = PageAllocator("KV pages", max_pages)
+        self.prompt_tensors = GrowingTensors(per_prompt, device)
+        self.page_tensors = GrowingTensors(per_page, device)
+        self.page_table = torch.full((0, 0), -1, dtype=torch.int32, device=device)
+        self.lengths = torch.zeros(0, dtype=torch.int32, device=device)
+
+    def pages_needed(self, num_tokens: int) -> int:
+        """Pages that a prompt of this length takes."""
+        return -(-num_tokens // self.page_size) if self.has_pages else 0
+
+    def fits(self, num_tokens: int) -> bool:
+        """Whether `allocate(num_tokens)` would succeed now."""
+        return self.places.fits(1) and self.pages.fits(self.pages_needed(num_tokens))
+
+    def allocate(self, num_tokens: int) -> PromptState:
+        """Take a place and the pages for a prompt of `num_tokens`. Raises `CapacityError`."""
+        needed = self.pages_needed(num_tokens)
+        if not self.pages.fits(needed):
+            raise CapacityError(
+                f"KV pages: a prompt of {num_tokens} tokens needs {needed}, "
+                f"{(self.pages.limit or 0) - self.pages.num_taken} are free"
+            )
+        index = self.places.allocate(1)
+        pages = self.pages.allocate(needed)
+        self.prompt_tensors.reserve(self.places.end)
+        self.page_tensors.reserve(self.pages.end)
+        self._reserve_table(self.places.end, needed)
+        self.page_table[index].fill_(-1)
+        self.page_table[index, :needed] = torch.tensor(pages, dtype=torch.int32, device=self.device)
+        self.lengths[index] = 0
+        return PromptState(index=index, pages=pages, max_tokens=num_tokens)
+
+    def free(self, prompt: PromptState) -> None:
+        """Give a prompt's place and pages back."""
+        self.places.free(prompt.index, 1)
+        self.pages.free(prompt.pages)
+
+    def extend(self, prompt: PromptState, num_tokens: int) -> None:
+        """Note that `num_tokens` more tokens have been prefilled."""
+        if prompt.num_tokens + num_tokens > prompt.max_tokens:
+            raise CapacityError(
+                f"prompt {prompt.index}: {prompt.num_tokens} + {num_tokens} tokens, room for {prompt.max_tokens}"
+            )
+        prompt.num_tokens += num_tokens
+        self.lengths[prompt.index] = prompt.num_tokens
+
+    def layer(self, index: int, name: str) -> Tensor:
+        """`recurrent_state` or `conv_state` of one layer, [num_prompts, ...]."""
+        return self.prompt_tensors.tensors[f"{index}.{name}"]
+
+    def cache(self, index: int) -> tuple[Tensor, Tensor]:
+        """Key and value pages of one softmax layer, each [num_pages, page_size, HKV, D]."""
+        return self.page_tensors.tensors[f"{index}.k"], self.page_tensors.tensors[f"{index}.v"]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return self.prompt_tensors.nbytes + self.page_tensors.nbytes + self.page_table.nbytes + self.lengths.nbytes
+
+    def _reserve_table(self, num_prompts: int, num_pages: int) -> None:
+        rows, columns = self.page_table.shape
+        if num_prompts <= rows and num_pages <= columns:
+            return
+        grown = torch.full((max(rows, num_prompts), max(columns, num_pages)), -1, dtype=torch.int32, device=self.device)
+        grown[:rows, :columns] = self.page_table
+        lengths = torch.zeros(grown.shape[0], dtype=torch.int32, device=self.device)
+        lengths[:rows] = self.lengths
+        self.page_table, self.lengths = grown, lengths
