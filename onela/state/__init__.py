@@ -1,0 +1,45 @@
+"""What is held for prompts and beams: prompt states, append-only records, the ancestry index, and the backends over them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from onela.state.backends import BACKENDS, BackendName, GatedDeltaWeights, RecurrentBackend, make_backend
+from onela.state.geometry import AttentionGeometry, GatedDeltaGeometry, LayerGeometry
+from onela.state.inputs import PrefillInputs, StepInputs
+from onela.state.prompt import PromptPool, PromptState
+from onela.state.records import Records
+from onela.state.tree import BeamTree
+
+
+@dataclass(frozen=True)
+class DecodeState:
+    """Everything a model reads and writes beside its weights.
+
+    Attributes:
+        prompts: what prefill left, per prompt. records: append-only rows, per beam and step.
+        backend: how the beams' recurrent states are held.
+    """
+
+    prompts: PromptPool
+    records: Records
+    backend: RecurrentBackend
+
+
+__all__ = [
+    "BACKENDS",
+    "AttentionGeometry",
+    "BackendName",
+    "BeamTree",
+    "DecodeState",
+    "GatedDeltaGeometry",
+    "GatedDeltaWeights",
+    "LayerGeometry",
+    "PrefillInputs",
+    "PromptPool",
+    "PromptState",
+    "RecurrentBackend",
+    "Records",
+    "StepInputs",
+    "make_backend",
+]

@@ -1,0 +1,128 @@
+"""A decoder-only language model over prompts and beams. It knows tokens and places, not requests or scores."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from onela.models.config import LINEAR, ModelConfig
+from onela.models.layers import MLP, Attention, FusedLinear, GatedDeltaNet, RMSNorm, Rope, RotaryEmbedding
+from onela.state import DecodeState, PrefillInputs, StepInputs
+
+
+class DecoderLayer(nn.Module):
+    """A mixer under the name the family gives it, and an MLP, each after a norm and added to the residual."""
+
+    def __init__(self, config: ModelConfig, mixer_name: str, mixer: nn.Module, mlp: nn.Module, *, zero_centered: bool) -> None:
+        super().__init__()
+        self.mixer_name = mixer_name
+        self.add_module(mixer_name, mixer)
+        self.mlp = mlp
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, zero_centered=zero_centered)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, zero_centered=zero_centered)
+
+    @property
+    def mixer(self) -> Attention | GatedDeltaNet:
+        """The layer's mixer, whatever its name."""
+        mixer = getattr(self, self.mixer_name)
+        assert isinstance(mixer, (Attention, GatedDeltaNet))
+        return mixer
+
+    def prefill(self, h: Tensor, rope: Rope, inputs: PrefillInputs, state: DecodeState) -> Tensor:
+        h = h + self.mixer.prefill(self.input_layernorm(h), rope, inputs, state)
+        return h + self.mlp(self.post_attention_layernorm(h))
+
+    def decode(self, h: Tensor, rope: Rope, inputs: StepInputs, state: DecodeState) -> Tensor:
+        h = h + self.mixer.decode(self.input_layernorm(h), rope, inputs, state)
+        return h + self.mlp(self.post_attention_layernorm(h))
+
+
+class Decoder(nn.Module):
+    """Embedding, layers, final norm: the `model.` part of a checkpoint."""
+
+    def __init__(self, config: ModelConfig, layers: list[DecoderLayer], *, zero_centered: bool) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(layers)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, zero_centered=zero_centered)
+
+
+class CausalLM(nn.Module):
+    """Base of the families: they say which mixers and MLPs a layer has, and how their configuration is read."""
+
+    zero_centered_norms = True
+    gated_attention = True
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        layers = [
+            DecoderLayer(
+                config, *self.make_mixer(config, i), self.make_mlp(config, i), zero_centered=self.zero_centered_norms
+            )
+            for i in range(config.num_hidden_layers)
+        ]
+        self.model = Decoder(config, layers, zero_centered=self.zero_centered_norms)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        self.rotary = RotaryEmbedding(config.rotary_dim, config.rope_theta)
+
+    @classmethod
+    def read_config(cls, values: dict[str, object]) -> ModelConfig:
+        """Turn the parsed `config.json` of this family into a `ModelConfig`."""
+        raise NotImplementedError(f"{cls.__name__} is not a model family")
+
+    @classmethod
+    def rename(cls, name: str) -> str | None:
+        """The parameter that a checkpoint's tensor belongs to; None for a tensor that text models do not use."""
+        return name
+
+    def make_mixer(self, config: ModelConfig, layer: int) -> tuple[str, nn.Module]:
+        """Name and module of a layer's mixer."""
+        if config.layer_types[layer] == LINEAR:
+            return "linear_attn", GatedDeltaNet(config, layer)
+        return "self_attn", Attention(config, layer, gated=self.gated_attention)
+
+    def make_mlp(self, config: ModelConfig, layer: int) -> nn.Module:
+        """A layer's MLP."""
+        return MLP(config.hidden_size, config.intermediate_size)
+
+    def fuse(self) -> None:
+        """Join projections of one input. Called once, after the weights are loaded and moved."""
+        for module in self.modules():
+            if isinstance(module, FusedLinear):
+                module.fuse()
+
+    def prefill(self, inputs: PrefillInputs, state: DecodeState) -> Tensor:
+        """Run new tokens of several prompts and leave their state behind.
+
+        Returns:
+            [T, hidden_size], after the final norm, for every new token.
+        """
+        h = self.model.embed_tokens(inputs.token_ids)
+        rope = self.rotary(inputs.positions)
+        for layer in self.model.layers:
+            h = layer.prefill(h, rope, inputs, state)
+        return self.model.norm(h)
+
+    def decode(self, inputs: StepInputs, state: DecodeState) -> Tensor:
+        """Run one token of every live beam.
+
+        Returns:
+            [N, hidden_size], after the final norm.
+        """
+        h = self.model.embed_tokens(inputs.token_ids)
+        rope = self.rotary(inputs.positions)
+        for layer in self.model.layers:
+            h = layer.decode(h, rope, inputs, state)
+        return self.model.norm(h)
+
+    def logits(self, hidden: Tensor, head: Tensor | None = None) -> Tensor:
+        """fp32 logits over `head` [C, hidden_size], or over the whole vocabulary."""
+        return F.linear(hidden, self.lm_head.weight if head is None else head).to(torch.float32)
+
+    def head_rows(self, token_ids: Tensor) -> Tensor:
+        """Copy the rows of the head that belong to these tokens: the head of one SID level."""
+        return self.lm_head.weight.data[token_ids.to(self.lm_head.weight.device)].contiguous()

@@ -1,0 +1,262 @@
+"""Layers that the families share. Module and parameter names are the checkpoints'."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from onela.models.config import ModelConfig
+from onela.ops.attention import beam_attention, prefill_attention
+from onela.ops.gated_delta import gated_delta_gates, gated_delta_prefill
+from onela.ops.norm import gated_rms_norm, rms_norm, rotary, swiglu
+from onela.ops.short_conv import short_conv_prefill
+from onela.state import DecodeState, GatedDeltaWeights, PrefillInputs, StepInputs
+
+Rope = tuple[Tensor, Tensor]
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm; `zero_centered` multiplies by `1 + weight`, as Qwen3.5 and Qwen3-Next do."""
+
+    def __init__(self, size: int, eps: float, *, zero_centered: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size) if zero_centered else torch.ones(size))
+        self.eps = eps
+        self.zero_centered = zero_centered
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, eps=self.eps, zero_centered=self.zero_centered)
+
+
+class RotaryEmbedding(nn.Module):
+    """Cosines and sines of packed positions: [T] -> two [T, rotary_dim / 2] fp32."""
+
+    inv_freq: Tensor
+
+    def __init__(self, rotary_dim: int, theta: float) -> None:
+        super().__init__()
+        self.rotary_dim = rotary_dim
+        self.theta = theta
+
+    def forward(self, positions: Tensor) -> Rope:
+        exponent = torch.arange(0, self.rotary_dim, 2, device=positions.device, dtype=torch.float32) / self.rotary_dim
+        angles = positions.to(torch.float32)[:, None] / self.theta**exponent
+        return angles.cos(), angles.sin()
+
+
+class FusedLinear(nn.Module):
+    """Linear maps of one input, run as one matrix product once the weights are in place.
+
+    The parts stay ordinary parameters under the checkpoint's names; `fuse` makes them views of one tensor.
+    """
+
+    fused: Tensor | None = None
+
+    def split_linear(self, x: Tensor, parts: list[nn.Linear]) -> list[Tensor]:
+        """Apply every part to x: [N, D] -> [N, size] each, slices of one result when fused."""
+        if self.fused is None:
+            return [part(x) for part in parts]
+        sizes = [part.out_features for part in parts]
+        return list(F.linear(x, self.fused).split(sizes, dim=-1))
+
+    def fuse_linear(self, parts: list[nn.Linear]) -> None:
+        """Move the parts' weights into one tensor. Parts with a bias stay apart."""
+        if any(part.bias is not None for part in parts):
+            return
+        fused = torch.cat([part.weight.data for part in parts])
+        start = 0
+        for part in parts:
+            part.weight = nn.Parameter(fused[start : start + part.out_features], requires_grad=False)
+            start += part.out_features
+        self.fused = fused
+
+    def fuse(self) -> None:
+        """Called once, after the weights are loaded and moved."""
+
+
+class MLP(FusedLinear):
+    """`down(silu(gate(x)) * up(x))`."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fused is None:
+            return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(swiglu(F.linear(x, self.fused)))
+
+    def fuse(self) -> None:
+        self.fuse_linear([self.gate_proj, self.up_proj])
+
+
+class Attention(FusedLinear):
+    """Softmax attention with normed queries and keys.
+
+    With `gated`, q_proj yields for each head its query, then a gate whose sigmoid multiplies the head's output (Qwen3.5,
+    Qwen3-Next); without, it is Qwen3's.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, *, gated: bool) -> None:
+        super().__init__()
+        self.layer = layer
+        self.gated = gated
+        self.num_heads = config.num_attention_heads
+        self.num_kv_heads = config.num_key_value_heads
+        self.head_dim = config.head_dim
+        D, HQ, HKV = config.head_dim, self.num_heads, self.num_kv_heads
+        bias = config.attention_bias
+        self.q_proj = nn.Linear(config.hidden_size, HQ * D * (2 if gated else 1), bias=bias)
+        self.k_proj = nn.Linear(config.hidden_size, HKV * D, bias=bias)
+        self.v_proj = nn.Linear(config.hidden_size, HKV * D, bias=bias)
+        self.o_proj = nn.Linear(HQ * D, config.hidden_size, bias=bias)
+        self.q_norm = RMSNorm(D, config.rms_norm_eps, zero_centered=gated)
+        self.k_norm = RMSNorm(D, config.rms_norm_eps, zero_centered=gated)
+
+    def prefill(self, x: Tensor, rope: Rope, inputs: PrefillInputs, state: DecodeState) -> Tensor:
+        q, k, v, gate = self._project(x, rope)
+        k_cache, v_cache = state.prompts.cache(self.layer)
+        o = prefill_attention(
+            q,
+            k,
+            v,
+            k_cache=k_cache,
+            v_cache=v_cache,
+            page_table=state.prompts.page_table,
+            cached_lens=inputs.cached_lens,
+            cu_seqlens=inputs.cu_seqlens,
+            prompts=inputs.prompts,
+        )
+        return self._finish(o, gate)
+
+    def decode(self, x: Tensor, rope: Rope, inputs: StepInputs, state: DecodeState) -> Tensor:
+        q, k, v, gate = self._project(x, rope)
+        k_cache, v_cache = state.prompts.cache(self.layer)
+        o = beam_attention(
+            q,
+            k,
+            v,
+            k_cache=k_cache,
+            v_cache=v_cache,
+            page_table=state.prompts.page_table,
+            prompt_lens=state.prompts.lengths,
+            records_k=state.records.layer(self.layer, "k"),
+            records_v=state.records.layer(self.layer, "v"),
+            **inputs.index,
+        )
+        return self._finish(o, gate)
+
+    def fuse(self) -> None:
+        self.fuse_linear([self.q_proj, self.k_proj, self.v_proj])
+
+    def _project(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        T = x.shape[0]
+        q, k, v = self.split_linear(x, [self.q_proj, self.k_proj, self.v_proj])
+        gate = None
+        if self.gated:
+            q, gate = q.view(T, self.num_heads, 2 * self.head_dim).chunk(2, dim=-1)
+        q = self.q_norm(q.reshape(T, self.num_heads, self.head_dim))
+        k = self.k_norm(k.reshape(T, self.num_kv_heads, self.head_dim))
+        return rotary(q, *rope), rotary(k, *rope), v.reshape(T, self.num_kv_heads, self.head_dim), gate
+
+    def _finish(self, o: Tensor, gate: Tensor | None) -> Tensor:
+        if gate is not None:
+            o = o * gate.sigmoid()
+        return self.o_proj(o.reshape(o.shape[0], -1))
+
+
+class ConvWeight(nn.Module):
+    """The short convolution's weight under the checkpoint's name and shape, [conv_dim, 1, kernel_size]."""
+
+    def __init__(self, conv_dim: int, kernel_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(conv_dim, 1, kernel_size))
+
+
+class NormWeight(nn.Module):
+    """A norm's weight under the checkpoint's name, for an op that applies it itself."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+
+class GatedDeltaNet(FusedLinear):
+    """The linear-attention mixer of Qwen3.5. Families with other projections override `project`."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.H, self.HV = config.linear_num_key_heads, config.linear_num_value_heads
+        self.K, self.V = config.linear_key_head_dim, config.linear_value_head_dim
+        self.norm_eps = config.rms_norm_eps
+        conv_dim = 2 * self.H * self.K + self.HV * self.V
+        self.conv1d = ConvWeight(conv_dim, config.linear_conv_kernel_dim)
+        self.A_log = nn.Parameter(torch.zeros(self.HV))
+        self.dt_bias = nn.Parameter(torch.ones(self.HV))
+        self.norm = NormWeight(self.V)
+        self.out_proj = nn.Linear(self.HV * self.V, config.hidden_size, bias=False)
+        self._make_projections(config, conv_dim)
+
+    def _make_projections(self, config: ModelConfig, conv_dim: int) -> None:
+        self.in_proj_qkv = nn.Linear(config.hidden_size, conv_dim, bias=False)
+        self.in_proj_z = nn.Linear(config.hidden_size, self.HV * self.V, bias=False)
+        self.in_proj_b = nn.Linear(config.hidden_size, self.HV, bias=False)
+        self.in_proj_a = nn.Linear(config.hidden_size, self.HV, bias=False)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """mixed_qkv [N, conv_dim], z [N, HV*V], b [N, HV], a [N, HV]."""
+        parts = [self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a]
+        mixed, z, b, a = self.split_linear(x, parts)
+        return mixed, z, b, a
+
+    def fuse(self) -> None:
+        self.fuse_linear([self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a])
+
+    @property
+    def weights(self) -> GatedDeltaWeights:
+        """The small tensors between the projections."""
+        return GatedDeltaWeights(
+            conv_weight=self.conv1d.weight[:, 0],
+            A_log=self.A_log,
+            dt_bias=self.dt_bias,
+            norm_weight=self.norm.weight,
+            norm_eps=self.norm_eps,
+        )
+
+    def prefill(self, x: Tensor, rope: Rope, inputs: PrefillInputs, state: DecodeState) -> Tensor:
+        T = x.shape[0]
+        mixed, z, b, a = self.project(x)
+        prompts = inputs.prompts.to(torch.int64)
+        recurrent = state.prompts.layer(self.layer, "recurrent_state")
+        conv = state.prompts.layer(self.layer, "conv_state")
+        # A place that is used for the first time still holds what an earlier prompt left there.
+        fresh = (inputs.cached_lens == 0).to(prompts.device)
+        mixed, conv_final = short_conv_prefill(
+            mixed,
+            self.conv1d.weight[:, 0],
+            cu_seqlens=inputs.cu_seqlens,
+            initial_state=conv[prompts].masked_fill(fresh[:, None, None], 0),
+        )
+        q, k, v = mixed.split([self.H * self.K, self.H * self.K, self.HV * self.V], dim=-1)
+        g, beta = gated_delta_gates(a, b, A_log=self.A_log, dt_bias=self.dt_bias)
+        o, final = gated_delta_prefill(
+            q.reshape(T, self.H, self.K),
+            k.reshape(T, self.H, self.K),
+            v.reshape(T, self.HV, self.V),
+            g,
+            beta,
+            cu_seqlens=inputs.cu_seqlens,
+            initial_state=recurrent[prompts].masked_fill(fresh[:, None, None, None], 0),
+        )
+        recurrent[prompts] = final.to(recurrent.dtype)
+        conv[prompts] = conv_final.to(conv.dtype)
+        gated = gated_rms_norm(o, z.reshape(T, self.HV, self.V), self.norm.weight, eps=self.norm_eps)
+        return self.out_proj(gated.reshape(T, -1))
+
+    def decode(self, x: Tensor, rope: Rope, inputs: StepInputs, state: DecodeState) -> Tensor:
+        mixed, z, b, a = self.project(x)
+        return self.out_proj(state.backend.layer_step(self.layer, self.weights, mixed, z, b, a, inputs))

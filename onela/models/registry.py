@@ -1,0 +1,59 @@
+"""Which class runs which `model_type`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from onela.errors import CheckpointError, ConfigError
+from onela.models.causal_lm import CausalLM
+from onela.models.config import read_json
+from onela.models.qwen3_5 import Qwen3_5
+from onela.models.weights import load_weights
+
+FAMILIES: dict[str, type[CausalLM]] = {
+    "qwen3_5": Qwen3_5,
+    "qwen3_5_text": Qwen3_5,
+}
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def load_model(path: str | Path, *, dtype: str = "auto", device: torch.device | str = "cpu") -> CausalLM:
+    """Load a checkpoint directory.
+
+    Args:
+        path: a directory with `config.json` and `*.safetensors`.
+        dtype: "float32", "bfloat16", or "auto": bfloat16 on a GPU, on a CPU what `config.json` says (float16 becomes float32).
+        device: where the weights go.
+    Raises:
+        CheckpointError: the directory or a file is missing or unreadable, or a tensor does not fit.
+        ConfigError: a field of `config.json` or an argument has a value that is not supported.
+    """
+    directory = Path(path)
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory}: no such directory")
+    values = read_json(directory / "config.json")
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise ConfigError(f"config.json: model_type {model_type!r} is none of {', '.join(sorted(FAMILIES))}")
+    family = FAMILIES[model_type]
+    device = torch.device(device)
+    return load_weights(
+        family, family.read_config(values), directory, dtype=resolve_dtype(dtype, values, device), device=device
+    )
+
+
+def resolve_dtype(dtype: str, values: dict[str, object], device: torch.device) -> torch.dtype:
+    """The dtype that weights are kept in. Raises `ConfigError` for an unknown name."""
+    if dtype == "auto":
+        if device.type == "cuda":
+            return torch.bfloat16
+        inner = values.get("text_config")
+        source = inner if isinstance(inner, dict) else values
+        stored = source.get("dtype", source.get("torch_dtype", "float32"))
+        return torch.bfloat16 if stored == "bfloat16" else torch.float32
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype: {dtype!r} is none of auto, {', '.join(DTYPES)}")
+    return DTYPES[dtype]
