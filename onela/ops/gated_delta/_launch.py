@@ -1,0 +1,41 @@
+"""How the Gated DeltaNet kernels are cut into programs: shared by every wrapper that launches one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+"""Whether kernels run on the CPU. `tl.dot` of bf16 operands is wrong there, so kernels upcast first."""
+
+
+@dataclass(frozen=True)
+class ReplayConfig:
+    """One way to cut a replay: tile sizes, warps, pipeline stages, and programs wanted per multiprocessor."""
+
+    block_w: int = 32
+    block_v: int = 128
+    num_warps: int = 4
+    stages: int = 2
+    unroll: bool = False
+    programs_per_sm: int = 2
+
+
+@lru_cache(maxsize=16)
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a device; a small number on the CPU, where only the interpreter runs kernels."""
+    if device.type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def choose_splits(
+    N: int, B: int, heads: int, *, block_w: int, programs_per_sm: int, device: torch.device
+) -> int:
+    """Programs per request and head: enough to fill the device, no more than the mean request has tiles."""
+    wanted = programs_per_sm * multiprocessors(device)
+    tiles = -(-N // (max(B, 1) * block_w))
+    return max(1, min(tiles, wanted // max(1, B * heads)))

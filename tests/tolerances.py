@@ -1,0 +1,15 @@
+"""Every tolerance of the tests, the same on every machine. `rtol` and `atol` are those of `torch.testing`."""
+
+from __future__ import annotations
+
+EXACT_FP64 = {"rtol": 1e-10, "atol": 1e-10}
+"""The same sums in another order, in fp64."""
+
+REPLAY = {
+    "fp32": {"rtol": 1e-5, "atol": 1e-5},
+    "split": {"rtol": 1e-4, "atol": 5e-5},
+    "bf16": {"rtol": 2**-7, "atol": 2e-4},
+}
+"""Kernels of one decode step against their reference: fp32 sums in another order; an fp32 state that the kernel
+halves into two bf16 (16 bits of mantissa) and the reference does not; values stored as bf16 (one unit in the last
+place: the interpreter truncates)."""
