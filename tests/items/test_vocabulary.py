@@ -350,7 +350,7 @@ def test_immutable_and_hashable() -> None:
     assert vocabulary != 3
 
 
-@pytest.mark.parametrize("module", ["vocabulary.py", "sid_text.py"])
+@pytest.mark.parametrize("module", ["vocabulary.py", "sid_text.py", "trie.py"])
 def test_import_needs_numpy_only(module: str) -> None:
     tree = ast.parse((Path(onela.items.__file__).parent / module).read_text())
     modules = {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
