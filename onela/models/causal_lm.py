@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,13 +17,17 @@ from onela.state import DecodeState, PrefillInputs, StepInputs
 class DecoderLayer(nn.Module):
     """A mixer under the name the family gives it, and an MLP, each after a norm and added to the residual."""
 
-    def __init__(self, config: ModelConfig, mixer_name: str, mixer: nn.Module, mlp: nn.Module, *, zero_centered: bool) -> None:
+    def __init__(
+        self, config: ModelConfig, mixer_name: str, mixer: nn.Module, mlp: nn.Module, *, zero_centered: bool
+    ) -> None:
         super().__init__()
         self.mixer_name = mixer_name
         self.add_module(mixer_name, mixer)
         self.mlp = mlp
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, zero_centered=zero_centered)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, zero_centered=zero_centered)
+        self.post_attention_layernorm = RMSNorm(
+            config.hidden_size, config.rms_norm_eps, zero_centered=zero_centered
+        )
 
     @property
     def mixer(self) -> Attention | GatedDeltaNet:
@@ -48,7 +55,7 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, zero_centered=zero_centered)
 
 
-class CausalLM(nn.Module):
+class CausalLM(nn.Module, ABC):
     """Base of the families: they say which mixers and MLPs a layer has, and how their configuration is read."""
 
     zero_centered_norms = True
@@ -59,7 +66,10 @@ class CausalLM(nn.Module):
         self.config = config
         layers = [
             DecoderLayer(
-                config, *self.make_mixer(config, i), self.make_mlp(config, i), zero_centered=self.zero_centered_norms
+                config,
+                *self.make_mixer(config, i),
+                self.make_mlp(config, i),
+                zero_centered=self.zero_centered_norms,
             )
             for i in range(config.num_hidden_layers)
         ]
@@ -70,9 +80,9 @@ class CausalLM(nn.Module):
         self.rotary = RotaryEmbedding(config.rotary_dim, config.rope_theta)
 
     @classmethod
-    def read_config(cls, values: dict[str, object]) -> ModelConfig:
+    @abstractmethod
+    def read_config(cls, values: dict[str, Any]) -> ModelConfig:
         """Turn the parsed `config.json` of this family into a `ModelConfig`."""
-        raise NotImplementedError(f"{cls.__name__} is not a model family")
 
     @classmethod
     def rename(cls, name: str) -> str | None:
@@ -120,8 +130,19 @@ class CausalLM(nn.Module):
         return self.model.norm(h)
 
     def logits(self, hidden: Tensor, head: Tensor | None = None) -> Tensor:
-        """fp32 logits over `head` [C, hidden_size], or over the whole vocabulary."""
-        return F.linear(hidden, self.lm_head.weight if head is None else head).to(torch.float32)
+        """fp32 logits over `head` [C, hidden_size], or over the whole vocabulary.
+
+        Logits are never rounded to bf16: neighbours would tie, and ties decide which beams survive.
+        """
+        weight = self.lm_head.weight if head is None else head
+        if hidden.dtype == torch.float32:
+            return F.linear(hidden, weight)
+        if hidden.is_cuda:
+            return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+        if head is None:
+            # A copy of the whole head in fp32 is not worth its memory; only the normalizer is read off these.
+            return F.linear(hidden, weight).to(torch.float32)
+        return F.linear(hidden.to(torch.float32), weight.to(torch.float32))
 
     def head_rows(self, token_ids: Tensor) -> Tensor:
         """Copy the rows of the head that belong to these tokens: the head of one SID level."""

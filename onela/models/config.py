@@ -76,7 +76,9 @@ class ModelConfig:
                 f"linear_num_key_heads = {self.linear_num_key_heads}"
             )
         if self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim:
-            raise ConfigError(f"rotary_dim: {self.rotary_dim} is not even and within head_dim = {self.head_dim}")
+            raise ConfigError(
+                f"rotary_dim: {self.rotary_dim} is not even and within head_dim = {self.head_dim}"
+            )
 
     @property
     def num_hidden_layers(self) -> int:
@@ -155,7 +157,9 @@ class ConfigReader:
         """Refuse a field whose value changes the mathematics in a way that is not implemented."""
         value = self.get(field)
         if value not in allowed:
-            raise ConfigError(f"config.json: {field} = {value!r} is not supported, only {', '.join(map(repr, allowed))}")
+            raise ConfigError(
+                f"config.json: {field} = {value!r} is not supported, only {', '.join(map(repr, allowed))}"
+            )
 
     def rope(self, head_dim: int) -> tuple[float, int]:
         """Base and rotated dimensions of the rotary embedding, from the new spelling or the old one."""
@@ -178,5 +182,7 @@ class ConfigReader:
             interval = self.integer("full_attention_interval")
             return tuple(LINEAR if (i + 1) % interval else FULL for i in range(count))
         if len(listed) != count:
-            raise ConfigError(f"config.json: layer_types names {len(listed)} layers, num_hidden_layers is {count}")
+            raise ConfigError(
+                f"config.json: layer_types names {len(listed)} layers, num_hidden_layers is {count}"
+            )
         return tuple(listed)

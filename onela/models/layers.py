@@ -32,16 +32,17 @@ class RMSNorm(nn.Module):
 class RotaryEmbedding(nn.Module):
     """Cosines and sines of packed positions: [T] -> two [T, rotary_dim / 2] fp32."""
 
-    inv_freq: Tensor
-
     def __init__(self, rotary_dim: int, theta: float) -> None:
         super().__init__()
         self.rotary_dim = rotary_dim
         self.theta = theta
 
     def forward(self, positions: Tensor) -> Rope:
-        exponent = torch.arange(0, self.rotary_dim, 2, device=positions.device, dtype=torch.float32) / self.rotary_dim
-        angles = positions.to(torch.float32)[:, None] / self.theta**exponent
+        exponent = (
+            torch.arange(0, self.rotary_dim, 2, device=positions.device, dtype=torch.float32)
+            / self.rotary_dim
+        )
+        angles = positions.to(torch.float32)[:, None] * (1.0 / self.theta**exponent)
         return angles.cos(), angles.sin()
 
 

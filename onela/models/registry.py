@@ -41,7 +41,11 @@ def load_model(path: str | Path, *, dtype: str = "auto", device: torch.device | 
     family = FAMILIES[model_type]
     device = torch.device(device)
     return load_weights(
-        family, family.read_config(values), directory, dtype=resolve_dtype(dtype, values, device), device=device
+        family,
+        family.read_config(values),
+        directory,
+        dtype=resolve_dtype(dtype, values, device),
+        device=device,
     )
 
 

@@ -47,7 +47,12 @@ def read_tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
 
 
 def load_weights(
-    model_class: type[CausalLM], config: ModelConfig, directory: Path, *, dtype: torch.dtype, device: torch.device
+    model_class: type[CausalLM],
+    config: ModelConfig,
+    directory: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> CausalLM:
     """Build a model and fill it from a directory.
 
@@ -60,13 +65,15 @@ def load_weights(
     tied = config.tie_word_embeddings
     loaded: dict[str, Tensor] = {}
     problems: list[str] = []
+    given: set[str] = set()
     for name, tensor in read_tensors(tensor_files(directory)):
         target = model_class.rename(name)
         if target is None:
             continue
         if target not in expected:
             problems.append(f"{name}: not used by a {config.model_type} model of this configuration")
-        elif target in loaded:
+            continue
+        if target in given:
             problems.append(f"{name}: given twice")
         elif tuple(tensor.shape) != tuple(expected[target].shape):
             problems.append(f"{name}: shape {list(tensor.shape)}, expected {list(expected[target].shape)}")
@@ -75,11 +82,16 @@ def load_weights(
         else:
             wanted = torch.float32 if target.endswith(FP32_SUFFIXES) else dtype
             loaded[target] = tensor.to(device=device, dtype=wanted)
+        given.add(target)
     if tied:
         _tie(loaded, problems)
-    problems += [f"{name}: missing" for name in expected if name not in loaded and not _excused(name, problems)]
+    if tied and "model.embed_tokens.weight" in given:
+        given.add("lm_head.weight")
+    problems += [f"{name}: missing" for name in expected if name not in given]
     if problems:
-        shown = "\n  ".join(problems[:20]) + (f"\n  and {len(problems) - 20} more" if len(problems) > 20 else "")
+        shown = "\n  ".join(problems[:20]) + (
+            f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
+        )
         raise CheckpointError(f"{directory}: {len(problems)} tensors do not fit\n  {shown}")
     model.load_state_dict(loaded, assign=True)
     if tied:
@@ -96,10 +108,7 @@ def _tie(loaded: dict[str, Tensor], problems: list[str]) -> None:
     if embedding is None:
         return
     if head is not None and not torch.equal(head, embedding):
-        problems.append("lm_head.weight: differs from model.embed_tokens.weight, but tie_word_embeddings is true")
+        problems.append(
+            "lm_head.weight: differs from model.embed_tokens.weight, but tie_word_embeddings is true"
+        )
     loaded["lm_head.weight"] = embedding
-
-
-def _excused(name: str, problems: list[str]) -> bool:
-    """Whether a tensor's absence is already explained by another complaint about it."""
-    return any(problem.split(":", 1)[0].endswith(name.removeprefix("model.")) for problem in problems)

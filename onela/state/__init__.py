@@ -38,8 +38,8 @@ __all__ = [
     "PrefillInputs",
     "PromptPool",
     "PromptState",
-    "RecurrentBackend",
     "Records",
+    "RecurrentBackend",
     "StepInputs",
     "make_backend",
 ]

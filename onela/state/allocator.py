@@ -89,7 +89,9 @@ class PageAllocator:
     def allocate(self, count: int) -> list[int]:
         """Take `count` pages. Raises `CapacityError` when there are too few."""
         if not self.fits(count):
-            raise CapacityError(f"{self.name}: {count} asked for, {(self.limit or 0) - self.num_taken} of {self.limit} free")
+            raise CapacityError(
+                f"{self.name}: {count} asked for, {(self.limit or 0) - self.num_taken} of {self.limit} free"
+            )
         reused = self._free[:count]
         del self._free[:count]
         fresh = list(range(self._end, self._end + count - len(reused)))

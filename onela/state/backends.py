@@ -308,7 +308,9 @@ class ReplaySsmBackend(RecurrentBackend):
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, inputs: StepInputs
     ) -> Tensor:
         tensors = self.pool.tensors
-        checkpoints = self.prompts.layer(layer, "recurrent_state") if self.shared else tensors[f"{layer}.checkpoint"]
+        checkpoints = (
+            self.prompts.layer(layer, "recurrent_state") if self.shared else tensors[f"{layer}.checkpoint"]
+        )
         return replay_ssm_step(
             q,
             k,
@@ -368,5 +370,7 @@ def make_backend(
         return FullStateBackend(layers, prompts, records, read_parent=full_state_mode == "read_parent")
     if name == "replay_ssm":
         shared = replay_ssm_checkpoint == "shared"
-        return ReplaySsmBackend(layers, prompts, records, shared=shared, dtype=dtype, record_dtype=record_dtype)
+        return ReplaySsmBackend(
+            layers, prompts, records, shared=shared, dtype=dtype, record_dtype=record_dtype
+        )
     raise ConfigError(f"recurrent_backend: {name!r} is none of {', '.join(BACKENDS)}")

@@ -22,7 +22,8 @@ class GrowingTensors:
         self.capacity = 0
         self.generation = 0
         self.tensors: dict[str, Tensor] = {
-            name: torch.empty((0, *shape), dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()
+            name: torch.empty((0, *shape), dtype=dtype, device=device)
+            for name, (shape, dtype) in shapes.items()
         }
 
     def reserve(self, capacity: int) -> None:

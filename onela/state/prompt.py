@@ -126,13 +126,20 @@ class PromptPool:
     @property
     def nbytes(self) -> int:
         """Bytes allocated."""
-        return self.prompt_tensors.nbytes + self.page_tensors.nbytes + self.page_table.nbytes + self.lengths.nbytes
+        return (
+            self.prompt_tensors.nbytes
+            + self.page_tensors.nbytes
+            + self.page_table.nbytes
+            + self.lengths.nbytes
+        )
 
     def _reserve_table(self, num_prompts: int, num_pages: int) -> None:
         rows, columns = self.page_table.shape
         if num_prompts <= rows and num_pages <= columns:
             return
-        grown = torch.full((max(rows, num_prompts), max(columns, num_pages)), -1, dtype=torch.int32, device=self.device)
+        grown = torch.full(
+            (max(rows, num_prompts), max(columns, num_pages)), -1, dtype=torch.int32, device=self.device
+        )
         grown[:rows, :columns] = self.page_table
         lengths = torch.zeros(grown.shape[0], dtype=torch.int32, device=self.device)
         lengths[:rows] = self.lengths

@@ -49,5 +49,7 @@ class BeamTree:
         Returns:
             A tree of W' beams, one step deeper.
         """
-        inherited = gather_rows(torch.cat([self.ancestors, slots[:, None].to(torch.int32)], dim=1), parent_beams)
+        inherited = gather_rows(
+            torch.cat([self.ancestors, slots[:, None].to(torch.int32)], dim=1), parent_beams
+        )
         return BeamTree(inherited.masked_fill((parent_beams < 0)[:, None], PAD))

@@ -1,0 +1,105 @@
+"""Options of the engine, read once; the only place where the environment is looked at."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from onela.errors import ConfigError
+
+RecurrentBackendName = Literal["replay", "full_state", "replay_ssm"]
+FullStateMode = Literal["copy", "read_parent"]
+CheckpointMode = Literal["per_beam", "shared"]
+RecordDtype = Literal["auto", "float32", "bfloat16"]
+
+PREFIX = "ONELA_"
+
+
+def _option(default: Any, text: str, *, minimum: int | None = None) -> Any:
+    return field(default=default, metadata={"help": text, "minimum": minimum})
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How an engine holds its state and fills its batches. Every field can be set as `ONELA_<FIELD>` in the environment."""
+
+    device: str = _option("auto", "cpu, cuda, cuda:N, or auto: a GPU when there is one")
+    dtype: str = _option(
+        "auto", "float32, bfloat16, or auto: bfloat16 on a GPU, on a CPU what the checkpoint says"
+    )
+    recurrent_backend: RecurrentBackendName = _option("replay", "how the beams' recurrent states are held")
+    full_state_mode: FullStateMode = _option(
+        "copy", "full_state: copy states on reorder, or read the parent's"
+    )
+    replay_ssm_checkpoint: CheckpointMode = _option(
+        "per_beam", "replay_ssm: a checkpoint per beam, or a shared one"
+    )
+    record_dtype: RecordDtype = _option("auto", "dtype of the delta records; auto: the model's dtype")
+    page_size: int = _option(64, "tokens per KV page", minimum=1)
+    max_batch_tokens: int = _option(16384, "most prompt tokens in one prefill forward", minimum=1)
+    max_batch_rows: int = _option(16384, "most beams in one decode forward", minimum=1)
+    max_slots: int | None = _option(
+        None, "most record slots (beams x steps) at a time; none: no limit", minimum=1
+    )
+    max_pages: int | None = _option(None, "most KV pages at a time; none: no limit", minimum=1)
+    max_prompts: int | None = _option(None, "most prompts at a time; none: no limit", minimum=1)
+
+    def __post_init__(self) -> None:
+        for option in dataclasses.fields(self):
+            value = getattr(self, option.name)
+            allowed = CHOICES.get(option.name)
+            if allowed is not None and value not in allowed:
+                raise ConfigError(f"{option.name}: {value!r} is none of {', '.join(allowed)}")
+            minimum = option.metadata["minimum"]
+            if minimum is None or (value is None and option.default is None):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+                raise ConfigError(f"{option.name}: a whole number >= {minimum} is expected, got {value!r}")
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> EngineConfig:
+        """The defaults, changed by `ONELA_*` variables, changed by `overrides`.
+
+        Raises:
+            ConfigError: an option or an `ONELA_*` variable is unknown, or its value unusable.
+        """
+        environ = os.environ if environ is None else environ
+        fields = {option.name: option for option in dataclasses.fields(cls)}
+        for name in overrides:
+            if name not in fields:
+                raise ConfigError(f"{name}: unknown option; known are {', '.join(sorted(fields))}")
+        values: dict[str, Any] = {}
+        for variable, text in environ.items():
+            if not variable.startswith(PREFIX):
+                continue
+            name = variable[len(PREFIX) :].lower()
+            if name not in fields:
+                raise ConfigError(
+                    f"{variable}: unknown variable; known are {', '.join(PREFIX + n.upper() for n in fields)}"
+                )
+            values[name] = _parse(variable, text, fields[name])
+        values.update(overrides)
+        return cls(**values)
+
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "recurrent_backend": get_args(RecurrentBackendName),
+    "full_state_mode": get_args(FullStateMode),
+    "replay_ssm_checkpoint": get_args(CheckpointMode),
+    "record_dtype": get_args(RecordDtype),
+}
+
+
+def _parse(variable: str, text: str, option: dataclasses.Field[Any]) -> Any:
+    """Turn a variable's text into the option's type."""
+    if option.metadata["minimum"] is None:
+        return text
+    if option.default is None and text.lower() in ("", "none"):
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"{variable}: a whole number is expected, got {text!r}") from None

@@ -1,0 +1,136 @@
+"""Beam search over semantic IDs: which continuations survive, for many requests at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from onela.items import DeviceTrie
+from onela.ops.beam_select import beam_select
+
+NEG_INF = float("-inf")
+
+
+@dataclass(frozen=True)
+class Beams:
+    """The beams of one request, in order of their SIDs: siblings are neighbours, beams that do not live come last.
+
+    Attributes:
+        codes: [W, level] int32, code indices so far; PAD in a beam that does not live.
+        cum_logprobs: [W] fp32, sum of log-probabilities; -inf in a beam that does not live.
+        trie_nodes: [W] int64, node of the item trie; PAD in a beam that does not live.
+        parent_beams: [W] int32, beam of the step before that each one extends; PAD in a beam that does not live.
+    """
+
+    codes: Tensor
+    cum_logprobs: Tensor
+    trie_nodes: Tensor
+    parent_beams: Tensor
+
+    @classmethod
+    def root(cls, device: torch.device) -> Beams:
+        """The one beam that stands on the prompt."""
+        return cls(
+            codes=torch.empty(1, 0, dtype=torch.int32, device=device),
+            cum_logprobs=torch.zeros(1, device=device),
+            trie_nodes=torch.zeros(1, dtype=torch.int64, device=device),
+            parent_beams=torch.full((1,), -1, dtype=torch.int32, device=device),
+        )
+
+    @property
+    def width(self) -> int:
+        """Beams, living or not."""
+        return self.codes.shape[0]
+
+    @property
+    def alive(self) -> Tensor:
+        """[W] bool."""
+        return self.trie_nodes >= 0
+
+
+class BeamSearch:
+    """Selects the survivors of a step.
+
+    Args:
+        trie: legal SIDs; None: every combination of codes is legal.
+    """
+
+    def __init__(self, trie: DeviceTrie | None) -> None:
+        self.trie = trie
+
+    def step(
+        self,
+        level: int,
+        logits: Tensor,
+        beams: Sequence[Beams],
+        widths: Sequence[int],
+        *,
+        normalizer: str = "level",
+        log_normalizer: Tensor | None = None,
+    ) -> list[Beams]:
+        """Extend the beams of several requests that stand before the same level.
+
+        Args:
+            level: which level's codes the columns of `logits` are.
+            logits: [N, C] fp32, rows of the requests one after the other.
+            beams: the requests' beams, N in all. widths: survivors to keep of each request.
+            normalizer: "level", "allowed", or "vocabulary" with `log_normalizer` [N] given.
+        Returns:
+            The survivors of each request, `width` places each; fewer live where fewer are legal.
+        """
+        device = logits.device
+        cu_rows = _boundaries([b.width for b in beams], device)
+        cu_out = _boundaries(widths, device)
+        parents, codes, cum_logprobs, nodes = beam_select(
+            logits,
+            cum_logprobs=torch.cat([b.cum_logprobs for b in beams]),
+            cu_rows=cu_rows,
+            cu_out=cu_out,
+            trie_nodes=torch.cat([b.trie_nodes for b in beams]),
+            child_offsets=None if self.trie is None else self.trie.offsets[level],
+            child_codes=None if self.trie is None else self.trie.codes[level],
+            normalizer=normalizer if log_normalizer is None else log_normalizer,  # type: ignore[arg-type]
+        )
+        survivors = []
+        row, out = 0, 0
+        for before, width in zip(beams, widths):
+            kept = slice(out, out + width)
+            local = (parents[kept] - row).masked_fill(parents[kept] < 0, -1)
+            history = before.codes[local.clamp(min=0).to(torch.int64)]
+            history = history.masked_fill((local < 0)[:, None], -1)
+            survivors.append(
+                Beams(
+                    codes=torch.cat([history, codes[kept, None]], dim=1),
+                    cum_logprobs=cum_logprobs[kept],
+                    trie_nodes=nodes[kept],
+                    parent_beams=local,
+                )
+            )
+            row += before.width
+            out += width
+        return survivors
+
+    def limit_widths(self, widths: Sequence[int], codebook_sizes: Sequence[int]) -> tuple[int, ...]:
+        """Widths with places that no beam can ever fill left out.
+
+        A step cannot have more beams than its parents have children, nor than the trie has nodes on that level.
+        """
+        limited = []
+        previous = 1
+        for level, width in enumerate(widths):
+            possible = previous * codebook_sizes[level]
+            if self.trie is not None:
+                possible = min(possible, self.trie.num_nodes(level + 1))
+            previous = min(width, possible)
+            limited.append(previous)
+        return tuple(limited)
+
+
+def _boundaries(sizes: Sequence[int], device: torch.device) -> Tensor:
+    bounds = [0]
+    for size in sizes:
+        bounds.append(bounds[-1] + size)
+    return torch.tensor(bounds, dtype=torch.int32, device=device)

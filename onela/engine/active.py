@@ -1,0 +1,77 @@
+"""A request on its way through the engine: its places in the pools and its beams."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from onela.decoding import BeamParams, Beams
+from onela.engine.request import Request
+from onela.errors import OneLAError
+from onela.state import BeamTree, PromptState
+
+
+@dataclass(eq=False)
+class ActiveRequest:
+    """Host-side bookkeeping of one request.
+
+    Attributes:
+        request, params, prompt_token_ids: what was asked.
+        asked: items to return. widths: beams after each step, impossible ones left out.
+        prompt: its place in the prompt pool. first_slot, first_row: its extents of record slots and of beam places.
+        beams: living beams. tree: their ancestors.
+        invalid: [] bool tensor, set when the model produced something that cannot be ranked.
+        error: why the request failed, if it did.
+    """
+
+    request: Request
+    params: BeamParams
+    prompt_token_ids: list[int]
+    asked: int
+    widths: tuple[int, ...]
+    beams: Beams
+    tree: BeamTree
+    prompt: PromptState | None = None
+    first_slot: int = 0
+    first_row: int = 0
+    invalid: Tensor | None = None
+    error: OneLAError | None = None
+
+    @property
+    def level(self) -> int:
+        """Tokens written so far: the level that is chosen next."""
+        return self.beams.codes.shape[1]
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last token has been chosen."""
+        return self.level == len(self.widths)
+
+    @property
+    def num_slots(self) -> int:
+        """Record slots that the request needs: one per beam and decode step."""
+        return sum(self.widths[:-1])
+
+    @property
+    def num_rows(self) -> int:
+        """Places for beams that the request needs."""
+        return max(self.widths)
+
+    @property
+    def step_slots(self) -> Tensor:
+        """[W] int32 slots of the current beams' records; PAD for beams that do not live."""
+        start = self.first_slot + sum(self.widths[: self.level - 1])
+        slots = torch.arange(
+            start, start + self.beams.width, dtype=torch.int32, device=self.beams.codes.device
+        )
+        return slots.masked_fill(~self.beams.alive, -1)
+
+    def advance(self, survivors: Beams) -> None:
+        """Take the survivors of a selection. The only place where a request's tree moves on."""
+        if self.level == 0:
+            self.tree = BeamTree.root(survivors.width, survivors.codes.device)
+        else:
+            self.tree = self.tree.advance(survivors.parent_beams, self.step_slots)
+        self.beams = survivors

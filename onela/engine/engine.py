@@ -1,0 +1,316 @@
+"""The engine: a checkpoint, a catalogue, requests in, items out."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onela.config import EngineConfig
+from onela.decoding import BeamParams, Beams, BeamSearch
+from onela.engine.active import ActiveRequest
+from onela.engine.request import FinishReason, RecommendedItem, Request, Result, Usage
+from onela.engine.runner import Runner
+from onela.engine.scheduler import Batch, Scheduler
+from onela.engine.tokenizer import load_tokenizer
+from onela.errors import ConfigError, NumericsError, OneLAError, RequestError, UnavailableError
+from onela.items import ItemCatalog, SidVocabulary
+from onela.models import CausalLM, load_model
+from onela.state import BeamTree, DecodeState, PromptPool, Records, make_backend
+
+
+class Engine:
+    """Decodes generative recommenders by exact wide-beam search.
+
+    Build one with `from_pretrained`; the constructor takes the parts themselves.
+
+    Args:
+        model: the decoder.
+        vocabulary: which tokens are the codes of which SID level.
+        catalog: the items; None: every combination of codes is legal, and results carry no items.
+        config: options.
+        tokenizer: turns `Request.prompt` into tokens; None: only token prompts are taken.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        vocabulary: SidVocabulary,
+        catalog: ItemCatalog | None = None,
+        *,
+        config: EngineConfig | None = None,
+        tokenizer: Any = None,
+    ) -> None:
+        self.model = model
+        self.vocabulary = vocabulary
+        self.catalog = catalog
+        self.config = config or EngineConfig()
+        self.tokenizer = tokenizer
+        self.device = model.lm_head.weight.device
+        dtype = model.lm_head.weight.dtype
+        if vocabulary.max_token_id >= model.config.vocab_size:
+            raise ConfigError(
+                f"vocabulary: token {vocabulary.max_token_id} lies outside the model's vocabulary of {model.config.vocab_size}"
+            )
+        if catalog is not None and catalog.codebook_sizes != vocabulary.codebook_sizes:
+            raise ConfigError(
+                f"catalog: codebook sizes {catalog.codebook_sizes} differ from the vocabulary's {vocabulary.codebook_sizes}"
+            )
+        record_dtype = (
+            dtype if self.config.record_dtype == "auto" else getattr(torch, self.config.record_dtype)
+        )
+        geometry = model.config.geometry
+        prompts = PromptPool(
+            geometry,
+            dtype=dtype,
+            device=self.device,
+            page_size=self.config.page_size,
+            max_prompts=self.config.max_prompts,
+            max_pages=self.config.max_pages,
+        )
+        records = Records(
+            geometry,
+            dtype=dtype,
+            record_dtype=record_dtype,
+            device=self.device,
+            transitions=self.config.recurrent_backend == "replay",
+            max_slots=self.config.max_slots,
+        )
+        backend = make_backend(
+            self.config.recurrent_backend,
+            geometry,
+            prompts,
+            records,
+            dtype=dtype,
+            record_dtype=record_dtype,
+            full_state_mode=self.config.full_state_mode,
+            replay_ssm_checkpoint=self.config.replay_ssm_checkpoint,
+        )
+        self.state = DecodeState(prompts, records, backend)
+        token_ids = [torch.as_tensor(vocabulary.token_ids(level)) for level in range(vocabulary.num_levels)]
+        self.runner = Runner(model, self.state, token_ids)
+        self.scheduler = Scheduler(self.config, prompts, records)
+        self.search = BeamSearch(None if catalog is None else catalog.trie.to(self.device))
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        *,
+        catalog: str | Path | ItemCatalog | None = None,
+        vocabulary: SidVocabulary | None = None,
+        **options: Any,
+    ) -> Engine:
+        """Load a Hugging Face directory.
+
+        Args:
+            path: directory with `config.json`, `*.safetensors` and, for text prompts and for finding the SID tokens, a
+                tokenizer. Its `generation_config.json` is not read: nothing in it may cut beams.
+            catalog: an `ItemCatalog`, or a file or directory that `ItemCatalog.load` reads.
+            vocabulary: which tokens are SID codes; None: found in the tokenizer.
+            options: fields of `EngineConfig` (`device`, `dtype`, `recurrent_backend`, ...).
+        Raises:
+            CheckpointError, ConfigError, VocabularyError, CatalogError: what cannot be loaded, and why.
+        """
+        config = EngineConfig.from_env(**options)
+        device = resolve_device(config.device)
+        tokenizer = load_tokenizer(path)
+        if vocabulary is None:
+            if tokenizer is None:
+                raise ConfigError(
+                    f"vocabulary: {path} has no tokenizer to find the SID tokens in; give a SidVocabulary"
+                )
+            vocabulary = SidVocabulary.from_tokenizer(tokenizer)
+        if catalog is not None and not isinstance(catalog, ItemCatalog):
+            catalog = ItemCatalog.load(catalog, vocabulary=vocabulary)
+        model = load_model(path, dtype=config.dtype, device=device)
+        return cls(model, vocabulary, catalog, config=config, tokenizer=tokenizer)
+
+    def generate(self, requests: Sequence[Request], params: BeamParams | None = None) -> list[Result]:
+        """Answer several requests together.
+
+        Args:
+            requests: any number, of any lengths and widths.
+            params: options of the requests that carry none of their own; None: the defaults.
+        Returns:
+            One result per request, in order.
+        Raises:
+            RequestError: a request is malformed; nothing has run then.
+            CapacityError: a request can never fit.
+            NumericsError: the model produced NaN for a request.
+        The engine is usable after any of them.
+        """
+        active = [self._prepare(request, params or BeamParams()) for request in requests]
+        for request in active:
+            self.scheduler.check(request)
+        results: dict[int, Result] = {}
+        try:
+            for request in active:
+                self.scheduler.add(request)
+            while self.scheduler.has_work:
+                for request, result in self.step():
+                    if isinstance(result, OneLAError):
+                        raise result
+                    results[id(request)] = result
+        finally:
+            for request in active:
+                self.scheduler.release(request)
+        return [results[id(request)] for request in active]
+
+    @torch.inference_mode()
+    def step(self) -> list[tuple[ActiveRequest, Result | OneLAError]]:
+        """One turn: schedule, run, select, advance, finish. Returns the requests that ended, with what they ended in."""
+        batch = self.scheduler.schedule()
+        hidden = self.runner.prefill(batch.prefill) + self.runner.decode(batch.decode)
+        survivors = self._select(batch, hidden)
+        for request, beams in zip(batch.requests, survivors):
+            request.advance(beams)
+        return self._finish(batch)
+
+    def _prepare(self, request: Request, params: BeamParams) -> ActiveRequest:
+        """Check a request and turn it into what the engine works on."""
+        params = request.params or params
+        tokens = self._tokens(request)
+        asked_widths = params.widths(self.vocabulary.num_levels)
+        limit = self.model.config.max_position_embeddings - len(asked_widths) + 1
+        if len(tokens) > limit:
+            raise RequestError(
+                "prompt_token_ids", f"at most {limit} tokens for this model", value=f"{len(tokens)} tokens"
+            )
+        widths = self.search.limit_widths(asked_widths, self.vocabulary.codebook_sizes)
+        return ActiveRequest(
+            request=request,
+            params=params,
+            prompt_token_ids=tokens,
+            asked=params.num_return_sequences or asked_widths[-1],
+            widths=widths,
+            beams=Beams.root(self.device),
+            tree=BeamTree.root(1, self.device),
+        )
+
+    def _tokens(self, request: Request) -> list[int]:
+        """The prompt's tokens. Raises `RequestError`."""
+        if request.prompt is not None:
+            if self.tokenizer is None:
+                raise RequestError("prompt", "this engine has no tokenizer; give prompt_token_ids")
+            tokens = list(self.tokenizer(request.prompt)["input_ids"])
+            field = "prompt"
+        else:
+            tokens = list(request.prompt_token_ids or [])
+            field = "prompt_token_ids"
+        if not tokens:
+            raise RequestError(field, "at least one token is needed", value=request.prompt or [])
+        size = self.model.config.vocab_size
+        for place, token in enumerate(tokens):
+            try:
+                tokens[place] = operator.index(token)
+            except TypeError:
+                raise RequestError(field, f"token {place} is not a whole number", value=token) from None
+            if not 0 <= tokens[place] < size:
+                raise RequestError(field, f"token {place} lies outside the vocabulary of {size}", value=token)
+        return tokens
+
+    def _select(self, batch: Batch, hidden: Sequence[Tensor]) -> list[Beams]:
+        """Choose the survivors of every request; requests that stand before the same level are chosen together."""
+        groups: dict[tuple[int, str], list[int]] = {}
+        requests = batch.requests
+        for i, request in enumerate(requests):
+            groups.setdefault((request.level, request.params.normalizer), []).append(i)
+        survivors: dict[int, Beams] = {}
+        for (level, normalizer), members in groups.items():
+            rows = torch.cat([hidden[i] for i in members])
+            logits = self.runner.level_logits(rows, level)
+            usable = torch.isfinite(logits.amax(-1)) & torch.isfinite(logits.amin(-1))
+            chosen = self.search.step(
+                level,
+                logits,
+                [requests[i].beams for i in members],
+                [requests[i].widths[level] for i in members],
+                normalizer=normalizer,
+                log_normalizer=self.runner.log_normalizer(rows) if normalizer == "vocabulary" else None,
+            )
+            row = 0
+            for i, beams in zip(members, chosen):
+                request = requests[i]
+                bad = (~usable[row : row + request.beams.width] & request.beams.alive).any()
+                request.invalid = bad if request.invalid is None else request.invalid | bad
+                row += request.beams.width
+                survivors[i] = beams
+        return [survivors[i] for i in range(len(requests))]
+
+    def _finish(self, batch: Batch) -> list[tuple[ActiveRequest, Result | OneLAError]]:
+        """Turn finished requests into results and free what they hold."""
+        ended: list[tuple[ActiveRequest, Result | OneLAError]] = []
+        for request in batch.requests:
+            if not request.finished:
+                continue
+            outcome: Result | OneLAError
+            if request.invalid is not None and bool(request.invalid):
+                name = request.request.request_id or "request"
+                outcome = NumericsError(f"logits: {name}: the model produced NaN or infinite logits")
+            else:
+                outcome = self._result(request)
+            self.scheduler.release(request)
+            ended.append((request, outcome))
+        return ended
+
+    def _result(self, request: ActiveRequest) -> Result:
+        """Order the beams by score and look up their items."""
+        beams, params = request.beams, request.params
+        scores = beams.cum_logprobs.cpu()
+        # Beams stand in order of their SIDs, and a stable sort keeps that order among equal scores.
+        order = torch.sort(scores, descending=True, stable=True).indices
+        order = order[torch.isfinite(scores[order])]
+        num_legal = order.shape[0]
+        order = order[: request.asked]
+        indices = beams.codes.cpu()[order].numpy()
+        complete = indices.shape[1] == self.vocabulary.num_levels
+        sids = self.vocabulary.decode(indices)
+        tokens = self.vocabulary.decode_tokens(indices)
+        nodes = beams.trie_nodes.cpu()[order].tolist()
+        length = len(request.widths)
+        items = []
+        for i, score in enumerate(scores[order].tolist()):
+            found = self.catalog.items_of(nodes[i]) if self.catalog is not None and complete else []
+            items.append(
+                RecommendedItem(
+                    sid=tuple(sids[i].tolist()),
+                    item_ids=tuple(self.catalog.item_id(item) for item in found) if self.catalog else (),
+                    titles=tuple(self.catalog.title(item) for item in found) if self.catalog else (),
+                    cum_logprob=score,
+                    sequence_score=score / length**params.length_penalty,
+                    token_ids=tuple(tokens[i].tolist()),
+                )
+            )
+        reason: FinishReason = "stop" if len(items) == request.asked else "exhausted"
+        return Result(
+            items=tuple(items),
+            finish_reason=reason,
+            usage=Usage(
+                prompt_tokens=len(request.prompt_token_ids),
+                completion_tokens=length,
+                beam_widths=request.widths,
+                num_legal=num_legal,
+            ),
+            request_id=request.request.request_id,
+            catalog_version=None if self.catalog is None else self.catalog.version,
+        )
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` is a GPU when there is one. Raises `ConfigError`, or `UnavailableError` for a GPU that is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"device: {name!r} is none of auto, cpu, cuda, cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device: {name!r} is none of auto, cpu, cuda, cuda:N")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UnavailableError(f"device: {name!r} was asked for, and torch sees no GPU here")
+    return device

@@ -1,0 +1,96 @@
+"""What goes into the engine and what comes out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from onela.decoding import BeamParams
+from onela.errors import RequestError
+
+FinishReason = Literal["stop", "exhausted"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One user's prompt. Give exactly one of `prompt_token_ids` and `prompt`.
+
+    Attributes:
+        prompt_token_ids: the prompt as tokens.
+        prompt: the prompt as text, for the checkpoint's tokenizer.
+        params: options of this request; None: those handed to `generate`.
+        request_id: a name of the caller's, given back with the result.
+    """
+
+    prompt_token_ids: Sequence[int] | None = None
+    prompt: str | None = None
+    params: BeamParams | None = None
+    request_id: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.prompt_token_ids is None) == (self.prompt is None):
+            raise RequestError("prompt_token_ids", "give either prompt_token_ids or prompt, and not both")
+
+
+@dataclass(frozen=True)
+class RecommendedItem:
+    """One semantic ID of the answer, with the items it stands for.
+
+    Attributes:
+        sid: codes, as the catalogue writes them.
+        item_ids: items with this SID, best first; empty without a catalogue, or for a prefix.
+        titles: their titles; None where the catalogue has none.
+        cum_logprob: sum of the codes' log-probabilities.
+        sequence_score: `cum_logprob / length**length_penalty`.
+        token_ids: the tokens that were written.
+    """
+
+    sid: tuple[int, ...]
+    item_ids: tuple[int | str, ...]
+    titles: tuple[str | None, ...]
+    cum_logprob: float
+    sequence_score: float
+    token_ids: tuple[int, ...]
+
+    @property
+    def item_id(self) -> int | str | None:
+        """The first item, if there is one."""
+        return self.item_ids[0] if self.item_ids else None
+
+    @property
+    def title(self) -> str | None:
+        """The first item's title, if it has one."""
+        return self.titles[0] if self.titles else None
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a request took.
+
+    Attributes:
+        prompt_tokens: tokens of the prompt. completion_tokens: tokens written per item.
+        beam_widths: places that each step really had. num_legal: distinct legal SIDs among the last beams.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    beam_widths: tuple[int, ...]
+    num_legal: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """The answer to one request.
+
+    Attributes:
+        items: distinct SIDs in order of score, equal scores in order of SID.
+        finish_reason: "stop": as many items as were asked for; "exhausted": there were fewer legal ones.
+        usage: counts. request_id: as given. catalog_version: of the catalogue that the items come from.
+    """
+
+    items: tuple[RecommendedItem, ...]
+    finish_reason: FinishReason
+    usage: Usage
+    request_id: str | None = None
+    catalog_version: str | None = field(default=None)

@@ -1,0 +1,23 @@
+"""The checkpoint's tokenizer, through transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from onela.errors import CheckpointError
+
+FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
+
+
+def load_tokenizer(path: str | Path) -> Any:
+    """Load the tokenizer of a directory; None when the directory has none. Raises `CheckpointError` when it is broken."""
+    directory = Path(path)
+    if not any((directory / name).exists() for name in FILES):
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{directory}: the tokenizer cannot be loaded ({error})") from error
