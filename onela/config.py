@@ -24,7 +24,10 @@ def _option(default: Any, text: str, *, minimum: int | None = None) -> Any:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How an engine holds its state and fills its batches. Every field can be set as `ONELA_<FIELD>` in the environment."""
+    """How an engine holds its state and fills its batches.
+
+    Every field can be set as `ONELA_<FIELD>` in the environment.
+    """
 
     device: str = _option("auto", "cpu, cuda, cuda:N, or auto: a GPU when there is one")
     dtype: str = _option(

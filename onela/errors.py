@@ -12,8 +12,8 @@
     ├── NumericsError         a model produced NaN, or two backends disagree
     └── UnavailableError      a GPU, kernel or optional package that was asked for is not there
 
-`ShapeError`, `ConfigError`, `VocabularyError`, `CatalogError` and `RequestError` are `ValueError`s too, and `DtypeError` is a
-`TypeError`, so that code which does not know OneLA catches them as it would expect.
+`ShapeError`, `ConfigError`, `VocabularyError`, `CatalogError` and `RequestError` are `ValueError`s too, and
+`DtypeError` is a `TypeError`, so that code which does not know OneLA catches them as it would expect.
 """
 
 from __future__ import annotations

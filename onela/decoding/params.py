@@ -23,13 +23,15 @@ class BeamParams:
 
     Attributes:
         beam_width: beams kept after each step.
-        num_return_sequences: items (distinct SIDs) to return, at most the last step's width; None: as many as there are beams.
+        num_return_sequences: items (distinct SIDs) to return, at most the last step's width; None: as many as
+            there are beams.
         max_tokens: tokens to write; None: the number of SID levels. Fewer gives SID prefixes, without items.
-        length_penalty: `sequence_score = cum_logprob / length**length_penalty`. 0.0 keeps the sum (Hugging Face's default is
-            1.0, the mean); SIDs have one length, so the order does not change.
+        length_penalty: `sequence_score = cum_logprob / length**length_penalty`. 0.0 keeps the sum (Hugging
+            Face's default is 1.0, the mean); SIDs have one length, so the order does not change.
         beam_width_array: width after each step, one entry per token; replaces `beam_width`.
-        normalizer: what a step's log-probabilities are normalised over: "level", the codes of the level; "allowed", the legal
-            continuations of the beam; "vocabulary", all tokens, which gives Hugging Face's scores and costs the full head.
+        normalizer: what a step's log-probabilities are normalised over: "level", the codes of the level;
+            "allowed", the legal continuations of the beam; "vocabulary", all tokens, which gives Hugging
+            Face's scores and costs the full head.
     """
 
     beam_width: int = 128

@@ -54,11 +54,11 @@ class Engine:
         dtype = model.lm_head.weight.dtype
         if vocabulary.max_token_id >= model.config.vocab_size:
             raise ConfigError(
-                f"vocabulary: token {vocabulary.max_token_id} lies outside the model's vocabulary of {model.config.vocab_size}"
+                f"vocabulary: token {vocabulary.max_token_id} lies outside the model's {model.config.vocab_size}"
             )
         if catalog is not None and catalog.codebook_sizes != vocabulary.codebook_sizes:
             raise ConfigError(
-                f"catalog: codebook sizes {catalog.codebook_sizes} differ from the vocabulary's {vocabulary.codebook_sizes}"
+                f"catalog: codebook sizes {catalog.codebook_sizes}, the vocabulary has {vocabulary.codebook_sizes}"
             )
         record_dtype = (
             dtype if self.config.record_dtype == "auto" else getattr(torch, self.config.record_dtype)
@@ -108,7 +108,8 @@ class Engine:
         """Load a Hugging Face directory.
 
         Args:
-            path: directory with `config.json`, `*.safetensors` and, for text prompts and for finding the SID tokens, a
+            path: directory with `config.json`, `*.safetensors` and, for text prompts and for finding the SID
+                tokens, a
                 tokenizer. Its `generation_config.json` is not read: nothing in it may cut beams.
             catalog: an `ItemCatalog`, or a file or directory that `ItemCatalog.load` reads.
             vocabulary: which tokens are SID codes; None: found in the tokenizer.

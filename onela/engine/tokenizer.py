@@ -11,7 +11,11 @@ FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.mod
 
 
 def load_tokenizer(path: str | Path) -> Any:
-    """Load the tokenizer of a directory; None when the directory has none. Raises `CheckpointError` when it is broken."""
+    """Load the tokenizer of a directory; None when it has none.
+
+    Raises:
+        CheckpointError: the tokenizer is there and cannot be loaded.
+    """
     directory = Path(path)
     if not any((directory / name).exists() for name in FILES):
         return None

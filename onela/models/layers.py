@@ -97,8 +97,8 @@ class MLP(FusedLinear):
 class Attention(FusedLinear):
     """Softmax attention with normed queries and keys.
 
-    With `gated`, q_proj yields for each head its query, then a gate whose sigmoid multiplies the head's output (Qwen3.5,
-    Qwen3-Next); without, it is Qwen3's.
+    With `gated`, q_proj yields for each head its query, then a gate whose sigmoid multiplies the head's
+    output (Qwen3.5, Qwen3-Next); without, it is Qwen3's.
     """
 
     def __init__(self, config: ModelConfig, layer: int, *, gated: bool) -> None:

@@ -25,7 +25,8 @@ def load_model(path: str | Path, *, dtype: str = "auto", device: torch.device | 
 
     Args:
         path: a directory with `config.json` and `*.safetensors`.
-        dtype: "float32", "bfloat16", or "auto": bfloat16 on a GPU, on a CPU what `config.json` says (float16 becomes float32).
+        dtype: "float32", "bfloat16", or "auto": bfloat16 on a GPU, on a CPU what `config.json` says (float16
+            becomes float32).
         device: where the weights go.
     Raises:
         CheckpointError: the directory or a file is missing or unreadable, or a tensor does not fit.

@@ -40,7 +40,7 @@ def read_tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
     for file in files:
         try:
             with safe_open(file, framework="pt") as reader:
-                for name in reader.keys():
+                for name in reader.keys():  # noqa: SIM118 - not a dict
                     yield name, reader.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file}: not readable as safetensors ({error})") from None

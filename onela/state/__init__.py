@@ -1,4 +1,4 @@
-"""What is held for prompts and beams: prompt states, append-only records, the ancestry index, and the backends over them."""
+"""What is held for prompts and beams: prompt states, records, the ancestry index, and the backends over them."""
 
 from __future__ import annotations
 

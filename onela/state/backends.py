@@ -1,8 +1,8 @@
 """Three ways to hold what a beam remembers, behind one interface, in one pipeline.
 
-`replay` keeps an append-only record per beam and step; `full_state` keeps a whole state per beam, as ordinary engines do;
-`replay_ssm` keeps a checkpoint and a buffer of transitions per beam and rebuilds the state at each step. All share the short
-convolution, the gates and the gated norm, so that a comparison changes one thing only.
+`replay` keeps an append-only record per beam and step; `full_state` keeps a whole state per beam, as ordinary
+engines do; `replay_ssm` keeps a checkpoint and a buffer of transitions per beam and rebuilds the state at
+each step. All share the short convolution, the gates and the gated norm, so that a comparison changes one thing only.
 """
 
 from __future__ import annotations
@@ -187,8 +187,9 @@ class FullStateBackend(RecurrentBackend):
 
     Args:
         state_dtype: dtype of the states.
-        read_parent: True: a step reads the parent's state where it lies and writes the child's into the other half. False: the
-            survivors' states are copied into the other half first, and the step updates them in place, as engines do.
+        read_parent: True: a step reads the parent's state where it lies and writes the child's into the other
+            half. False: the survivors' states are copied into the other half first, and the step updates them
+            in place, as engines do.
     """
 
     name: BackendName = "full_state"

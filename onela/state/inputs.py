@@ -36,7 +36,8 @@ class StepInputs:
         cu_rows: [B+1] int32. prompts: [B] int32. depths: [B] int32, ancestors of the request's rows.
         rows: [N] int32, each beam's own place among its request's beams (for backends that hold something per beam).
         parent_rows: [N] int32, the parent's place; PAD at depth 0 and for padding rows.
-        row_prompts: [N] int32 and row_depths: [N] int32, `prompts` and `depths` spread over the rows; PAD and 0 for padding.
+        row_prompts: [N] int32 and row_depths: [N] int32, `prompts` and `depths` spread over the rows; PAD and
+            0 for padding.
     """
 
     token_ids: Tensor

@@ -34,8 +34,8 @@ class PromptState:
 class PromptPool:
     """The state of all prompts, per layer.
 
-    A Gated DeltaNet layer holds `recurrent_state` [num_prompts, HV, V, K] fp32 and `conv_state` [num_prompts, conv_dim,
-    kernel_size - 1]; a softmax layer holds pages of keys and values [num_pages, page_size, HKV, D].
+    A Gated DeltaNet layer holds `recurrent_state` [num_prompts, HV, V, K] fp32 and `conv_state` [num_prompts,
+    conv_dim, kernel_size - 1]; a softmax layer holds pages of keys and values [num_pages, page_size, HKV, D].
 
     Args:
         layers: geometry of each layer.

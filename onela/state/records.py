@@ -15,8 +15,9 @@ from onela.state.pools import GrowingTensors
 class Records:
     """The records of all layers, addressed by one slot number.
 
-    A Gated DeltaNet layer keeps `x` (the convolution's input) and, when `transitions` is set, `g`, `delta` and `k`; a softmax
-    layer keeps `k` and `v`. A request holds one extent of slots, `sum(beam widths)` long, its steps one after the other.
+    A Gated DeltaNet layer keeps `x` (the convolution's input) and, when `transitions` is set, `g`, `delta`
+    and `k`; a softmax layer keeps `k` and `v`. A request holds one extent of slots, `sum(beam widths)` long,
+    its steps one after the other.
 
     Args:
         layers: geometry of each layer.

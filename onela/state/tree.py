@@ -16,8 +16,8 @@ PAD = -1
 class BeamTree:
     """Ancestors of the live beams of one request.
 
-    `h_t(b, j) = h_{t-1}(parent_t(b), j)` for `j < t - 1`, and `h_t(b, t - 1)` is the slot that the parent wrote. Selection
-    prunes, reorders and fans out; all it changes is this table.
+    `h_t(b, j) = h_{t-1}(parent_t(b), j)` for `j < t - 1`, and `h_t(b, t - 1)` is the slot that the parent
+    wrote. Selection prunes, reorders and fans out; all it changes is this table.
 
     Attributes:
         ancestors: [W, depth] int32 slots, oldest first; PAD in a beam that does not live.

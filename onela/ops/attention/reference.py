@@ -1,4 +1,7 @@
-"""Softmax attention with one prompt and many beams: the prompt's keys once, each beam's own few keys through the index."""
+"""Softmax attention with one prompt and many beams.
+
+The prompt's keys are read once for all its beams; each beam's own few keys come through the ancestry index.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +98,8 @@ def beam_attention_ref(
         alone = torch.einsum("wgrd,wtgd->gwrt", queries, own_keys)
         alone = alone.masked_fill((own < 0)[None, :, None, :], float("-inf"))
         weights = torch.cat([shared, alone], dim=-1)
-        # A padding row has no key of its own, and over an empty prompt no key at all: its weights are NaN, its output zero.
+        # A padding row has no key of its own, and over an empty prompt no key at all: its weights are NaN,
+        # its output zero.
         weights = torch.softmax(weights, dim=-1)
         split = keys.shape[0]
         o = torch.einsum("gwrl,lgd->wgrd", weights[..., :split], values)
@@ -132,8 +136,7 @@ def prefill_attention(
     Writes: k_cache and v_cache at the new tokens' places.
     Numerics: torch's scaled_dot_product_attention; a sequence does not depend on the others.
     """
-    T, HQ, D = q.shape
-    HKV = k.shape[1]
+    HQ, HKV = q.shape[1], k.shape[1]
     check_groups(HQ, HKV)
     page_size = k_cache.shape[1]
     out = torch.empty_like(q)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -23,9 +25,9 @@ def gated_delta_prefill(
 ) -> tuple[Tensor, Tensor]:
     """Run packed sequences of any lengths through the gated delta rule.
 
-    Inside a chunk with decays `D_ij = exp(G_i - G_j)` (`G` the running sum of g), the deltas solve a unit lower-triangular
-    system, `(I + tril(beta k k^T * D, -1)) delta = beta (v - exp(G) S k)`; between chunks only the state is carried. (Yang et
-    al., "Gated Delta Networks", 2024, section 3.3.)
+    Inside a chunk with decays `D_ij = exp(G_i - G_j)` (`G` the running sum of g), the deltas solve a unit
+    lower-triangular system, `(I + tril(beta k k^T * D, -1)) delta = beta (v - exp(G) S k)`; between chunks
+    only the state is carried. (Yang et al., "Gated Delta Networks", 2024, section 3.3.)
 
     Args:
         q, k: [T, H, K]; not normalised, the op does it. v: [T, HV, V]. g, beta: [T, HV].
@@ -48,7 +50,7 @@ def gated_delta_prefill(
     check_index("cu_seqlens", cu_seqlens, None)
     device, dtype = q.device, compute_dtype(q)
     bounds = cu_seqlens.tolist()
-    lengths = [end - start for start, end in zip(bounds, bounds[1:])]
+    lengths = [end - start for start, end in pairwise(bounds)]
     num_sequences = len(lengths)
     state = torch.zeros(num_sequences, HV, V, K, dtype=dtype, device=device)
     if initial_state is not None:
@@ -57,12 +59,14 @@ def gated_delta_prefill(
     if T == 0:
         return torch.empty_like(v), state
 
-    # Chunks of all sequences in one batch: chunk c of every sequence that has one, then chunk c + 1, and so on. A batch
-    # of the carried state is then a prefix of the sequences, ordered by length.
+    # Chunks of all sequences in one batch: chunk c of every sequence that has one, then chunk c + 1, and so
+    # on. A batch of the carried state is then a prefix of the sequences, ordered by length.
     order = sorted(range(num_sequences), key=lambda n: -lengths[n])
     counts = [-(-length // chunk_size) for length in lengths]
     waves = [[n for n in order if counts[n] > c] for c in range(max(counts))]
-    starts = torch.tensor([bounds[n] + c * chunk_size for c, wave in enumerate(waves) for n in wave], device=device)
+    starts = torch.tensor(
+        [bounds[n] + c * chunk_size for c, wave in enumerate(waves) for n in wave], device=device
+    )
     ends = torch.tensor([bounds[n + 1] for wave in waves for n in wave], device=device)
     places = starts[:, None] + torch.arange(chunk_size, device=device)
     inside = places < ends[:, None]

@@ -23,8 +23,8 @@ def rms_norm_ref(
     Returns:
         [..., D] in x's dtype.
 
-    Numerics: fp32 inside. With `zero_centered` the result is rounded once, after the weight; without, the normed value is
-        rounded to x's dtype before the weight, as in transformers' Qwen3.
+    Numerics: fp32 inside. With `zero_centered` the result is rounded once, after the weight; without, the
+        normed value is rounded to x's dtype before the weight, as in transformers' Qwen3.
     """
     if residual is not None:
         residual += x
