@@ -1,5 +1,53 @@
-"""OneLA: exact wide-beam decoding for generative recommenders."""
+"""OneLA: exact wide-beam decoding for generative recommenders.
+
+    import onela
+
+    engine = onela.Engine.from_pretrained("my-model", catalog="items.jsonl")
+    [result] = engine.generate([onela.Request(prompt="...")], onela.BeamParams(beam_width=256, num_return_sequences=10))
+    for item in result.items:
+        print(item.item_id, item.title, item.cum_logprob)
+"""
 
 from onela._version import __version__
+from onela.config import EngineConfig
+from onela.decoding import BeamParams
+from onela.engine import Engine, RecommendedItem, Request, Result, Usage
+from onela.errors import (
+    CapacityError,
+    CatalogError,
+    CheckpointError,
+    ConfigError,
+    DtypeError,
+    NumericsError,
+    OneLAError,
+    RequestError,
+    ShapeError,
+    UnavailableError,
+    VocabularyError,
+)
+from onela.items import ItemCatalog, ItemTrie, SidVocabulary
 
-__all__ = ["__version__"]
+__all__ = [
+    "BeamParams",
+    "CapacityError",
+    "CatalogError",
+    "CheckpointError",
+    "ConfigError",
+    "DtypeError",
+    "Engine",
+    "EngineConfig",
+    "ItemCatalog",
+    "ItemTrie",
+    "NumericsError",
+    "OneLAError",
+    "RecommendedItem",
+    "Request",
+    "RequestError",
+    "Result",
+    "ShapeError",
+    "SidVocabulary",
+    "UnavailableError",
+    "Usage",
+    "VocabularyError",
+    "__version__",
+]

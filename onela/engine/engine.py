@@ -13,7 +13,8 @@ from torch import Tensor
 from onela.config import EngineConfig
 from onela.decoding import BeamParams, Beams, BeamSearch
 from onela.engine.active import ActiveRequest
-from onela.engine.request import FinishReason, RecommendedItem, Request, Result, Usage
+from onela.engine.request import Request, Result
+from onela.engine.results import make_result
 from onela.engine.runner import Runner
 from onela.engine.scheduler import Batch, Scheduler
 from onela.engine.tokenizer import load_tokenizer
@@ -47,7 +48,8 @@ class Engine:
     ) -> None:
         self.model = model
         self.vocabulary = vocabulary
-        self.catalog = catalog
+        # Legal continuations are looked up in the vocabulary's code order.
+        self.catalog = catalog = None if catalog is None else catalog.bind(vocabulary)
         self.config = config or EngineConfig()
         self.tokenizer = tokenizer
         self.device = model.lm_head.weight.device
@@ -55,10 +57,6 @@ class Engine:
         if vocabulary.max_token_id >= model.config.vocab_size:
             raise ConfigError(
                 f"vocabulary: token {vocabulary.max_token_id} lies outside the model's {model.config.vocab_size}"
-            )
-        if catalog is not None and catalog.codebook_sizes != vocabulary.codebook_sizes:
-            raise ConfigError(
-                f"catalog: codebook sizes {catalog.codebook_sizes}, the vocabulary has {vocabulary.codebook_sizes}"
             )
         record_dtype = (
             dtype if self.config.record_dtype == "auto" else getattr(torch, self.config.record_dtype)
@@ -164,7 +162,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[tuple[ActiveRequest, Result | OneLAError]]:
-        """One turn: schedule, run, select, advance, finish. Returns the requests that ended, with what they ended in."""
+        """One turn: schedule, run, select, advance, finish. Returns the requests that ended, and how."""
         batch = self.scheduler.schedule()
         hidden = self.runner.prefill(batch.prefill) + self.runner.decode(batch.decode)
         survivors = self._select(batch, hidden)
@@ -254,52 +252,10 @@ class Engine:
                 name = request.request.request_id or "request"
                 outcome = NumericsError(f"logits: {name}: the model produced NaN or infinite logits")
             else:
-                outcome = self._result(request)
+                outcome = make_result(request, self.vocabulary, self.catalog)
             self.scheduler.release(request)
             ended.append((request, outcome))
         return ended
-
-    def _result(self, request: ActiveRequest) -> Result:
-        """Order the beams by score and look up their items."""
-        beams, params = request.beams, request.params
-        scores = beams.cum_logprobs.cpu()
-        # Beams stand in order of their SIDs, and a stable sort keeps that order among equal scores.
-        order = torch.sort(scores, descending=True, stable=True).indices
-        order = order[torch.isfinite(scores[order])]
-        num_legal = order.shape[0]
-        order = order[: request.asked]
-        indices = beams.codes.cpu()[order].numpy()
-        complete = indices.shape[1] == self.vocabulary.num_levels
-        sids = self.vocabulary.decode(indices)
-        tokens = self.vocabulary.decode_tokens(indices)
-        nodes = beams.trie_nodes.cpu()[order].tolist()
-        length = len(request.widths)
-        items = []
-        for i, score in enumerate(scores[order].tolist()):
-            found = self.catalog.items_of(nodes[i]) if self.catalog is not None and complete else []
-            items.append(
-                RecommendedItem(
-                    sid=tuple(sids[i].tolist()),
-                    item_ids=tuple(self.catalog.item_id(item) for item in found) if self.catalog else (),
-                    titles=tuple(self.catalog.title(item) for item in found) if self.catalog else (),
-                    cum_logprob=score,
-                    sequence_score=score / length**params.length_penalty,
-                    token_ids=tuple(tokens[i].tolist()),
-                )
-            )
-        reason: FinishReason = "stop" if len(items) == request.asked else "exhausted"
-        return Result(
-            items=tuple(items),
-            finish_reason=reason,
-            usage=Usage(
-                prompt_tokens=len(request.prompt_token_ids),
-                completion_tokens=length,
-                beam_widths=request.widths,
-                num_legal=num_legal,
-            ),
-            request_id=request.request.request_id,
-            catalog_version=None if self.catalog is None else self.catalog.version,
-        )
 
 
 def resolve_device(name: str) -> torch.device:

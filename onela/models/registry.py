@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from onela.errors import CheckpointError, ConfigError
 from onela.models.causal_lm import CausalLM
-from onela.models.config import read_json
+from onela.models.config import ModelConfig, read_json
+from onela.models.qwen3 import Qwen3
 from onela.models.qwen3_5 import Qwen3_5
+from onela.models.qwen3_5_moe import Qwen3_5Moe
+from onela.models.qwen3_next import Qwen3Next
 from onela.models.weights import load_weights
 
 FAMILIES: dict[str, type[CausalLM]] = {
+    "qwen3": Qwen3,
     "qwen3_5": Qwen3_5,
+    "qwen3_5_moe": Qwen3_5Moe,
+    "qwen3_5_moe_text": Qwen3_5Moe,
     "qwen3_5_text": Qwen3_5,
+    "qwen3_next": Qwen3Next,
 }
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def read_model_config(path: str | Path) -> ModelConfig:
+    """Read the sizes of a checkpoint without its weights. Raises as `load_model`."""
+    return _family(Path(path))[2]
 
 
 def load_model(path: str | Path, *, dtype: str = "auto", device: torch.device | str = "cpu") -> CausalLM:
@@ -33,21 +46,23 @@ def load_model(path: str | Path, *, dtype: str = "auto", device: torch.device | 
         ConfigError: a field of `config.json` or an argument has a value that is not supported.
     """
     directory = Path(path)
+    family, values, config = _family(directory)
+    device = torch.device(device)
+    return load_weights(family, config, directory, dtype=resolve_dtype(dtype, values, device), device=device)
+
+
+def _family(directory: Path) -> tuple[type[CausalLM], dict[str, Any], ModelConfig]:
+    """The class of a checkpoint, its parsed `config.json`, and its sizes."""
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: no such directory")
     values = read_json(directory / "config.json")
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ConfigError(f"config.json: model_type {model_type!r} is none of {', '.join(sorted(FAMILIES))}")
+    if values.get("quantization_config") is not None:
+        raise ConfigError("config.json: quantization_config is not supported, only float weights")
     family = FAMILIES[model_type]
-    device = torch.device(device)
-    return load_weights(
-        family,
-        family.read_config(values),
-        directory,
-        dtype=resolve_dtype(dtype, values, device),
-        device=device,
-    )
+    return family, values, family.read_config(values)
 
 
 def resolve_dtype(dtype: str, values: dict[str, object], device: torch.device) -> torch.dtype:

@@ -1,0 +1,62 @@
+"""`onela catalog`: look into a catalogue or a checkpoint's SID vocabulary before serving from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from onela.cli.common import JsonOption, VocabularyOption, print_json, print_table, read_vocabulary
+from onela.engine.tokenizer import load_tokenizer
+from onela.errors import CheckpointError
+from onela.items import ItemCatalog, SidVocabulary
+
+catalog_app = typer.Typer(help="Check, inspect and convert item catalogues.", no_args_is_help=True)
+
+Source = Annotated[Path, typer.Argument(help="Catalogue: JSONL, parquet or a saved one.")]
+ModelOption = Annotated[
+    Path | None, typer.Option("--model", help="Checkpoint whose tokenizer names the SID tokens.")
+]
+
+
+@catalog_app.command("check")
+def check(
+    source: Source,
+    model: ModelOption = None,
+    vocabulary: VocabularyOption = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Load a catalogue, report every count, and fail on the first malformed line."""
+    catalog = ItemCatalog.load(source, vocabulary=_vocabulary(model, vocabulary))
+    facts = {
+        "items": catalog.num_items,
+        "sids": catalog.num_sids,
+        "levels": catalog.num_levels,
+        "codebook_sizes": list(catalog.codebook_sizes),
+        "most_items_on_one_sid": catalog.max_items_per_sid,
+        "version": catalog.version,
+    }
+    if json_output:
+        print_json(facts)
+    else:
+        print_table(str(source), ["fact", "value"], [[name, str(value)] for name, value in facts.items()])
+
+
+@catalog_app.command("inspect")
+def inspect(model: Annotated[Path, typer.Argument(help="Checkpoint directory with a tokenizer.")]) -> None:
+    """Print which tokens of a checkpoint were read as SID codes, level by level, to confirm."""
+    found = _vocabulary(model, None)
+    assert found is not None
+    typer.echo(found.describe())
+
+
+def _vocabulary(model: Path | None, vocabulary: Path | None) -> SidVocabulary | None:
+    if vocabulary is not None:
+        return read_vocabulary(vocabulary)
+    if model is None:
+        return None
+    tokenizer = load_tokenizer(model)
+    if tokenizer is None:
+        raise CheckpointError(f"{model}: no tokenizer")
+    return SidVocabulary.from_tokenizer(tokenizer)

@@ -1,0 +1,105 @@
+"""What the subcommands share: options, loading an engine, printing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from onela.engine import Engine
+from onela.errors import CheckpointError, ConfigError
+from onela.items import SidVocabulary
+
+ModelPath = Annotated[
+    Path, typer.Argument(help="Checkpoint directory (config.json, *.safetensors, tokenizer).")
+]
+CatalogOption = Annotated[
+    Path | None, typer.Option("--catalog", help="Item catalogue: JSONL, parquet or a saved one.")
+]
+VocabularyOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--vocabulary", help="JSON list of token ids per SID level; default: found in the tokenizer."
+    ),
+]
+DeviceOption = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:N or auto.")]
+DtypeOption = Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16 or auto.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+console = Console()
+
+
+def load_engine(
+    model: Path,
+    catalog: Path | None,
+    vocabulary: Path | None,
+    **options: Any,
+) -> Engine:
+    """An engine from command-line options; options that were not given keep their defaults."""
+    given = {name: value for name, value in options.items() if value is not None}
+    return Engine.from_pretrained(
+        model,
+        catalog=catalog,
+        vocabulary=None if vocabulary is None else read_vocabulary(vocabulary),
+        **given,
+    )
+
+
+def read_vocabulary(path: Path) -> SidVocabulary:
+    """Read a JSON list of lists of token ids. Raises `ConfigError`."""
+    try:
+        levels = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--vocabulary: {path} is not readable as JSON ({error})") from None
+    if not isinstance(levels, list) or not all(isinstance(level, list) for level in levels):
+        raise ConfigError(f"--vocabulary: {path} must hold a list of lists of token ids")
+    return SidVocabulary.from_token_ids(levels)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Read a JSONL file of objects, `-` for standard input. Raises `CheckpointError` that names the line."""
+    name = "standard input" if str(path) == "-" else str(path)
+    try:
+        text = typer.get_text_stream("stdin").read() if str(path) == "-" else path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{name}: not readable ({error})") from None
+    rows = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"{name}, line {number}: not JSON ({error})") from None
+        if not isinstance(row, dict):
+            raise ConfigError(f"{name}, line {number}: an object is expected, found {type(row).__name__}")
+        rows.append(row)
+    return rows
+
+
+def print_json(value: Any) -> None:
+    """Print one JSON document, unwrapped and uncoloured, for other programs."""
+    typer.echo(json.dumps(value, ensure_ascii=False))
+
+
+def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
+    """Print a table; the first column is text, the others are numbers."""
+    table = Table(title=title, title_justify="left")
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i == 0 else "right", no_wrap=i == 0)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def format_bytes(count: float) -> str:
+    """Bytes in the largest binary unit that leaves at least one."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"

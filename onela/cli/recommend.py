@@ -1,0 +1,113 @@
+"""`onela recommend`."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from onela.cli.common import (
+    CatalogOption,
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    ModelPath,
+    VocabularyOption,
+    load_engine,
+    print_json,
+    print_table,
+    read_lines,
+)
+from onela.decoding import BeamParams
+from onela.engine import Request, Result
+from onela.errors import RequestError
+
+
+def recommend(
+    model: ModelPath,
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", help="A prompt as text; may be repeated.")
+    ] = None,
+    tokens: Annotated[
+        list[str] | None, typer.Option("--tokens", help="A prompt as token ids, '5,17,9'; may be repeated.")
+    ] = None,
+    requests: Annotated[
+        Path | None,
+        typer.Option(
+            "--requests", help="JSONL with prompt_token_ids or prompt per line; '-' for standard input."
+        ),
+    ] = None,
+    catalog: CatalogOption = None,
+    vocabulary: VocabularyOption = None,
+    beam_width: Annotated[int, typer.Option(help="Beams kept after each step.")] = BeamParams.beam_width,
+    num_return_sequences: Annotated[
+        int, typer.Option("--num-return-sequences", "-n", help="Items to return.")
+    ] = 10,
+    normalizer: Annotated[str, typer.Option(help="level, allowed or vocabulary.")] = BeamParams.normalizer,
+    length_penalty: Annotated[float, typer.Option(help="0 keeps the sum.")] = BeamParams.length_penalty,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    recurrent_backend: Annotated[str | None, typer.Option(help="replay, full_state or replay_ssm.")] = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Recommend items for one or many prompts."""
+    params = BeamParams.parse(
+        {
+            "beam_width": beam_width,
+            "num_return_sequences": min(num_return_sequences, beam_width),
+            "normalizer": normalizer,
+            "length_penalty": length_penalty,
+        }
+    )
+    asked = [Request(prompt=text) for text in prompt or []]
+    asked += [Request(prompt_token_ids=_parse_tokens(text)) for text in tokens or []]
+    asked += [_parse_request(row) for row in (read_lines(requests) if requests is not None else [])]
+    if not asked:
+        raise RequestError("--prompt", "give --prompt, --tokens or --requests")
+    engine = load_engine(
+        model, catalog, vocabulary, device=device, dtype=dtype, recurrent_backend=recurrent_backend
+    )
+    for number, result in enumerate(engine.generate(asked, params), 1):
+        if json_output:
+            print_json(dataclasses.asdict(result))
+        else:
+            _print_result(number, result)
+
+
+def _print_result(number: int, result: Result) -> None:
+    rows = [
+        [
+            " ".join(map(str, item.sid)),
+            ", ".join(map(str, item.item_ids)) or "-",
+            item.title or "-",
+            f"{item.cum_logprob:.4f}",
+        ]
+        for item in result.items
+    ]
+    name = result.request_id or f"Request {number}"
+    usage = result.usage
+    title = f"{name}: {len(rows)} items ({result.finish_reason}), {usage.prompt_tokens} prompt tokens"
+    print_table(title, ["SID", "item", "title", "cum_logprob"], rows)
+
+
+def _parse_tokens(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.replace(",", " ").split()]
+    except ValueError:
+        raise RequestError("--tokens", "whole numbers with commas between are expected", value=text) from None
+
+
+def _parse_request(row: dict[str, Any]) -> Request:
+    known = {"prompt_token_ids", "prompt", "request_id", "params"}
+    for name in row:
+        if name not in known:
+            raise RequestError(name, f"unknown field; known are {', '.join(sorted(known))}")
+    params = row.get("params")
+    return Request(
+        prompt_token_ids=row.get("prompt_token_ids"),
+        prompt=row.get("prompt"),
+        request_id=row.get("request_id"),
+        params=None if params is None else BeamParams.parse(params),
+    )

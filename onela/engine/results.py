@@ -1,0 +1,53 @@
+"""From beams to items: order, look up, name."""
+
+from __future__ import annotations
+
+import torch
+
+from onela.engine.active import ActiveRequest
+from onela.engine.request import FinishReason, RecommendedItem, Result, Usage
+from onela.items import ItemCatalog, SidVocabulary
+
+
+def make_result(request: ActiveRequest, vocabulary: SidVocabulary, catalog: ItemCatalog | None) -> Result:
+    """Order a finished request's beams by score and look up their items."""
+    beams, params = request.beams, request.params
+    scores = beams.cum_logprobs.cpu()
+    # Beams stand in order of their SIDs, and a stable sort keeps that order among equal scores.
+    order = torch.sort(scores, descending=True, stable=True).indices
+    order = order[torch.isfinite(scores[order])]
+    num_legal = order.shape[0]
+    order = order[: request.asked]
+    codes = beams.codes.cpu()[order].numpy()
+    leaves = beams.trie_nodes.cpu()[order].tolist()
+    length = codes.shape[1]
+    complete = length == vocabulary.num_levels
+    # A prefix has fewer levels than the vocabulary, so the levels are looked up one by one.
+    sids = [vocabulary.codes(level)[codes[:, level]].tolist() for level in range(length)]
+    tokens = [vocabulary.token_ids(level)[codes[:, level]].tolist() for level in range(length)]
+    items = []
+    for i, score in enumerate(scores[order].tolist()):
+        found = catalog.items_of(leaves[i]) if catalog is not None and complete else []
+        items.append(
+            RecommendedItem(
+                sid=tuple(level[i] for level in sids),
+                item_ids=tuple(catalog.item_id(item) for item in found) if catalog else (),
+                titles=tuple(catalog.title(item) for item in found) if catalog else (),
+                cum_logprob=score,
+                sequence_score=score / length**params.length_penalty,
+                token_ids=tuple(level[i] for level in tokens),
+            )
+        )
+    reason: FinishReason = "stop" if len(items) == request.asked else "exhausted"
+    return Result(
+        items=tuple(items),
+        finish_reason=reason,
+        usage=Usage(
+            prompt_tokens=len(request.prompt_token_ids),
+            completion_tokens=length,
+            beam_widths=request.widths,
+            num_legal=num_legal,
+        ),
+        request_id=request.request.request_id,
+        catalog_version=None if catalog is None else catalog.version,
+    )
