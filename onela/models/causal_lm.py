@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,6 +55,11 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, zero_centered=zero_centered)
 
+    def __iter__(self) -> Iterator[DecoderLayer]:
+        for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
+            yield layer
+
 
 class CausalLM(nn.Module, ABC):
     """Base of the families: they say which mixers and MLPs a layer has, and how their configuration is read."""
@@ -89,6 +95,15 @@ class CausalLM(nn.Module, ABC):
         """The parameter that a checkpoint's tensor belongs to; None for a tensor that text models do not use."""
         return name
 
+    @classmethod
+    def pieces(cls, config: ModelConfig) -> Mapping[str, Sequence[str]]:
+        """Parameters that a checkpoint may also store in pieces: the pieces' names, as `rename` gives them.
+
+        The pieces are equal shares of the parameter's rows, from first to last; its rows are what remains when all
+        axes but the last are joined.
+        """
+        return {}
+
     def make_mixer(self, config: ModelConfig, layer: int) -> tuple[str, nn.Module]:
         """Name and module of a layer's mixer."""
         if config.layer_types[layer] == LINEAR:
@@ -113,7 +128,7 @@ class CausalLM(nn.Module, ABC):
         """
         h = self.model.embed_tokens(inputs.token_ids)
         rope = self.rotary(inputs.positions)
-        for layer in self.model.layers:
+        for layer in self.model:
             h = layer.prefill(h, rope, inputs, state)
         return self.model.norm(h)
 
@@ -125,7 +140,7 @@ class CausalLM(nn.Module, ABC):
         """
         h = self.model.embed_tokens(inputs.token_ids)
         rope = self.rotary(inputs.positions)
-        for layer in self.model.layers:
+        for layer in self.model:
             h = layer.decode(h, rope, inputs, state)
         return self.model.norm(h)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from onela.models.causal_lm import CausalLM
-from onela.models.config import ConfigReader, ModelConfig
+from onela.models.config import ConfigReader, ModelConfig, MoeConfig
 
 # The values that transformers' Qwen3_5TextConfig gives to fields a saved configuration may leave out.
 DEFAULTS: dict[str, Any] = {
@@ -47,7 +47,9 @@ def text_values(values: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def hybrid_config(values: dict[str, Any], defaults: dict[str, Any], model_type: str) -> ModelConfig:
+def hybrid_config(
+    values: dict[str, Any], defaults: dict[str, Any], model_type: str, *, moe: MoeConfig | None = None
+) -> ModelConfig:
     """The fields that all hybrids with Gated DeltaNet and gated attention share."""
     reader = ConfigReader(values, defaults)
     reader.expect("hidden_act", "silu")
@@ -59,7 +61,7 @@ def hybrid_config(values: dict[str, Any], defaults: dict[str, Any], model_type: 
         model_type=model_type,
         vocab_size=reader.integer("vocab_size"),
         hidden_size=reader.integer("hidden_size"),
-        intermediate_size=reader.integer("intermediate_size"),
+        intermediate_size=reader.integer("intermediate_size", minimum=0 if moe else 1),
         layer_types=reader.layer_types(),
         num_attention_heads=reader.integer("num_attention_heads"),
         num_key_value_heads=reader.integer("num_key_value_heads"),
@@ -75,6 +77,7 @@ def hybrid_config(values: dict[str, Any], defaults: dict[str, Any], model_type: 
         linear_key_head_dim=reader.integer("linear_key_head_dim"),
         linear_value_head_dim=reader.integer("linear_value_head_dim"),
         linear_conv_kernel_dim=reader.integer("linear_conv_kernel_dim", minimum=2),
+        moe=moe,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -15,6 +15,8 @@ from onela.models.config import ModelConfig, read_json
 
 # Kept in fp32 whatever the model's dtype: they sit in an exponent, and cost nothing.
 FP32_SUFFIXES = (".A_log", ".dt_bias")
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+MAX_SHOWN = 20
 
 
 def tensor_files(directory: Path) -> list[Path]:
@@ -46,6 +48,93 @@ def read_tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
             raise CheckpointError(f"{file}: not readable as safetensors ({error})") from None
 
 
+class Assembly:
+    """Parameters on their way from the files into the model: what has come, and what does not fit.
+
+    Args:
+        expected: every parameter, for its shape.
+        pieces: parameters that may come in pieces, and the pieces' names in order (see `CausalLM.pieces`).
+        dtype, device: of the result.
+
+    Attributes:
+        loaded: parameters so far, whole or in part. problems: one line for each tensor that does not fit.
+    """
+
+    def __init__(
+        self,
+        expected: Mapping[str, Tensor],
+        pieces: Mapping[str, Sequence[str]],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.expected = expected
+        self.pieces = pieces
+        self.dtype = dtype
+        self.device = device
+        self.loaded: dict[str, Tensor] = {}
+        self.problems: list[str] = []
+        self.given: set[str] = set()
+        self._piece_of = {
+            piece: (parameter, place)
+            for parameter, names in pieces.items()
+            for place, piece in enumerate(names)
+        }
+
+    def add(self, name: str, target: str, tensor: Tensor) -> bool:
+        """Take one tensor of a file. False: no parameter, nor a piece of one, has that name.
+
+        Args:
+            name: what the file calls it, for messages. target: its name after `CausalLM.rename`.
+        """
+        parameter, place = self._piece_of.get(target, (target, None))
+        if parameter not in self.expected:
+            return False
+        shape = list(self.expected[parameter].shape)
+        if place is not None:
+            shape = [self._piece_rows(parameter), shape[-1]]
+        if target in self.given or (place is not None and parameter in self.given):
+            self.problems.append(f"{name}: given twice")
+        elif list(tensor.shape) != shape:
+            self.problems.append(f"{name}: shape {list(tensor.shape)}, expected {shape}")
+        elif not tensor.is_floating_point():
+            self.problems.append(f"{name}: dtype {tensor.dtype}, expected a floating-point one")
+        elif place is None:
+            if parameter in self.loaded:
+                self.problems.append(f"{name}: given twice, also in pieces")
+            self.loaded[parameter] = tensor.to(device=self.device, dtype=self._dtype(parameter))
+        else:
+            self._fill(parameter, place, tensor)
+        self.given.add(target)
+        return True
+
+    def missing(self) -> Iterator[str]:
+        """Names of what has not come: parameters, or the pieces of one that has come in part."""
+        for parameter in self.expected:
+            if parameter in self.given:
+                continue
+            lacking = [piece for piece in self.pieces.get(parameter, ()) if piece not in self.given]
+            if parameter not in self.pieces or len(lacking) == len(self.pieces[parameter]):
+                yield parameter
+            else:
+                yield from lacking
+
+    def _fill(self, parameter: str, place: int, tensor: Tensor) -> None:
+        if parameter not in self.loaded:
+            self.loaded[parameter] = torch.empty(
+                self.expected[parameter].shape, dtype=self._dtype(parameter), device=self.device
+            )
+        size = self._piece_rows(parameter)
+        self.loaded[parameter].flatten(0, -2)[place * size : (place + 1) * size] = tensor
+
+    def _piece_rows(self, parameter: str) -> int:
+        shape = self.expected[parameter].shape
+        return shape.numel() // shape[-1] // len(self.pieces[parameter])
+
+    def _dtype(self, parameter: str) -> torch.dtype:
+        return torch.float32 if parameter.endswith(FP32_SUFFIXES) else self.dtype
+
+
 def load_weights(
     model_class: type[CausalLM],
     config: ModelConfig,
@@ -61,54 +150,35 @@ def load_weights(
     """
     with torch.device("meta"):
         model = model_class(config)
-    expected = dict(model.state_dict())
-    tied = config.tie_word_embeddings
-    loaded: dict[str, Tensor] = {}
-    problems: list[str] = []
-    given: set[str] = set()
+    assembly = Assembly(dict(model.state_dict()), model_class.pieces(config), dtype=dtype, device=device)
+    problems = assembly.problems
     for name, tensor in read_tensors(tensor_files(directory)):
         target = model_class.rename(name)
-        if target is None:
-            continue
-        if target not in expected:
+        if target is not None and not assembly.add(name, target, tensor):
             problems.append(f"{name}: not used by a {config.model_type} model of this configuration")
-            continue
-        if target in given:
-            problems.append(f"{name}: given twice")
-        elif tuple(tensor.shape) != tuple(expected[target].shape):
-            problems.append(f"{name}: shape {list(tensor.shape)}, expected {list(expected[target].shape)}")
-        elif not tensor.is_floating_point():
-            problems.append(f"{name}: dtype {tensor.dtype}, expected a floating-point one")
-        else:
-            wanted = torch.float32 if target.endswith(FP32_SUFFIXES) else dtype
-            loaded[target] = tensor.to(device=device, dtype=wanted)
-        given.add(target)
-    if tied:
-        _tie(loaded, problems)
-    if tied and "model.embed_tokens.weight" in given:
-        given.add("lm_head.weight")
-    problems += [f"{name}: missing" for name in expected if name not in given]
+    if config.tie_word_embeddings:
+        _tie(assembly)
+    problems += [f"{name}: missing" for name in assembly.missing()]
     if problems:
-        shown = "\n  ".join(problems[:20]) + (
-            f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
-        )
+        shown = "\n  ".join(problems[:MAX_SHOWN])
+        if len(problems) > MAX_SHOWN:
+            shown += f"\n  and {len(problems) - MAX_SHOWN} more"
         raise CheckpointError(f"{directory}: {len(problems)} tensors do not fit\n  {shown}")
-    model.load_state_dict(loaded, assign=True)
-    if tied:
+    model.load_state_dict(assembly.loaded, assign=True)
+    if config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
     model.requires_grad_(False)
     model.fuse()
     return model.eval()
 
 
-def _tie(loaded: dict[str, Tensor], problems: list[str]) -> None:
+def _tie(assembly: Assembly) -> None:
     """A tied head is the embedding; a file that stores both must store the same."""
-    embedding = loaded.get("model.embed_tokens.weight")
-    head = loaded.get("lm_head.weight")
+    if EMBEDDING in assembly.given:
+        assembly.given.add(HEAD)
+    embedding, head = assembly.loaded.get(EMBEDDING), assembly.loaded.get(HEAD)
     if embedding is None:
         return
     if head is not None and not torch.equal(head, embedding):
-        problems.append(
-            "lm_head.weight: differs from model.embed_tokens.weight, but tie_word_embeddings is true"
-        )
-    loaded["lm_head.weight"] = embedding
+        assembly.problems.append(f"{HEAD}: differs from {EMBEDDING}, but tie_word_embeddings is true")
+    assembly.loaded[HEAD] = embedding
