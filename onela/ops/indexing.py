@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TypedDict
+
 import torch
 from torch import Tensor
+
+
+class RowIndex(TypedDict):
+    """The five tensors by which an op finds each row's past; described at `replay_step_ref`."""
+
+    slots: Tensor
+    ancestors: Tensor
+    cu_rows: Tensor
+    prompts: Tensor
+    depths: Tensor
 
 
 def rows_to_requests(cu_rows: Tensor, num_rows: int) -> Tensor:

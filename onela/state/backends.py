@@ -205,7 +205,7 @@ class FullStateBackend(RecurrentBackend):
     ) -> None:
         super().__init__(layers, prompts, records)
         self.read_parent = read_parent
-        shapes = {
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             str(i): ((layer.num_value_heads, layer.value_dim, layer.key_dim), state_dtype)
             for i, layer in self.geometry.items()
         }

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from onela.ops.indexing import RowIndex
+
 
 @dataclass(frozen=True)
 class PrefillInputs:
@@ -53,7 +55,7 @@ class StepInputs:
     row_depths: Tensor
 
     @property
-    def index(self) -> dict[str, Tensor]:
+    def index(self) -> RowIndex:
         """The five tensors by which an op finds a row's past."""
         return {
             "slots": self.slots,

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from onela.ops._checks import check_float
 from onela.ops.gated_delta.reference import gated_delta_gates, replay_step_ref
+from onela.ops.indexing import RowIndex
 from onela.ops.norm.reference import gated_rms_norm_ref
 from onela.ops.short_conv.reference import short_conv_step_ref
 
@@ -38,7 +39,8 @@ def gated_delta_layer_step_ref(
     Args:
         mixed_qkv: [N, 2*H*K + HV*V], the raw projection: q heads, then k heads, then v heads.
         z: [N, HV*V], the output gate. b, a: [N, HV], raw write strength and raw decay.
-        conv_weight: [2*H*K + HV*V, kernel_size]. A_log, dt_bias: [HV]. norm_weight: [V]. norm_eps: of the gated RMSNorm.
+        conv_weight: [2*H*K + HV*V, kernel_size]. A_log, dt_bias: [HV]. norm_weight: [V]. norm_eps: of the
+            gated RMSNorm.
         recurrent_state: [num_prompts, HV, V, K] fp32, or its split form [num_prompts, HV, 2, V, K] bf16.
         conv_state: [num_prompts, 2*H*K + HV*V, kernel_size - 1].
         records_g: [num_slots, HV] fp32. records_delta: [num_slots, HV, V]. records_k: [num_slots, H, K].
@@ -48,7 +50,8 @@ def gated_delta_layer_step_ref(
         o: [N, HV*V] in mixed_qkv's dtype, ready for the out-projection.
 
     Writes: the four records at `slots`.
-    Layout: rows of mixed_qkv, z, b and a may be strided (slices of one fused projection); the last axis is contiguous.
+    Layout: rows of mixed_qkv, z, b and a may be strided (slices of one fused projection); the last axis is
+        contiguous.
     Padding, Aliasing, Numerics: as in `replay_step_ref`; the replay's output stays fp32 up to the norm.
     """
     N = mixed_qkv.shape[0]
@@ -58,7 +61,13 @@ def gated_delta_layer_step_ref(
     check_float("z", z, N, HV * V)
     check_float("b", b, N, HV)
     check_float("a", a, N, HV)
-    index = {"slots": slots, "ancestors": ancestors, "cu_rows": cu_rows, "prompts": prompts, "depths": depths}
+    index: RowIndex = {
+        "slots": slots,
+        "ancestors": ancestors,
+        "cu_rows": cu_rows,
+        "prompts": prompts,
+        "depths": depths,
+    }
     mixed = short_conv_step_ref(mixed_qkv, conv_weight, conv_state=conv_state, records_x=records_x, **index)
     q, k, v = mixed.split([H * K, H * K, HV * V], dim=-1)
     g, beta = gated_delta_gates(a, b, A_log=A_log, dt_bias=dt_bias)

@@ -1,0 +1,35 @@
+"""Settings of every test run: few threads that do not spin, and uninitialised memory full of NaN."""
+
+from __future__ import annotations
+
+import os
+
+# A spinning OpenMP makes every small operation wait for a busy core; it reads this when torch loads it.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+import transformers
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory():
+    """`torch.empty` gives NaN: a result that depends on memory nobody wrote cannot pass."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Without a GPU the tests marked `gpu` are skipped, visibly."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
