@@ -23,6 +23,7 @@ def beam_select_ref(
     child_offsets: Tensor | None = None,
     child_codes: Tensor | None = None,
     normalizer: Literal["level", "allowed"] | Tensor = "level",
+    num_out: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Extend every beam by every legal code and keep the best of each request.
 
@@ -33,19 +34,24 @@ def beam_select_ref(
         cum_logprobs: [N] fp32; -inf for a row that cannot be extended.
         cu_rows: [B+1] int32, rows of each request. cu_out: [B+1] int32, survivors asked for by each request.
         trie_nodes: [N] int32 or int64, the trie node that each beam stands on; PAD for a padding row.
-        child_offsets: [num_nodes+1], child_codes: [num_edges] int32: legal codes of a node, ascending; a child's node is its
+        child_offsets: [num_nodes+1], child_codes: [num_edges] int32: legal codes of a node, ascending; a
+            child's node is its
             place in `child_codes`. None: every code is legal, and children are numbered 0.
-        normalizer: what the logits of a row are normalised over: "level", all C codes; "allowed", the legal ones; or a
-            tensor [N] of log-normalizers (for example of the whole vocabulary).
+        normalizer: what the logits of a row are normalised over: "level", all C codes; "allowed", the legal
+            ones; or a tensor [N] of log-normalizers (for example of the whole vocabulary).
+        num_out: M, at least `cu_out[-1]`; None: `cu_out[-1]`, which a kernel can only learn by waiting for
+            the device.
     Returns:
         parent_rows: [M] int32, row that each survivor extends, PAD where a request had fewer legal continuations.
         codes: [M] int32, PAD likewise.
         cum_logprobs: [M] fp32, -inf likewise.
         child_nodes: [M] int64, PAD likewise.
 
-    Padding: rows whose trie node is PAD, or whose cum_logprob is -inf, have no continuation.
-    Numerics: fp32; deterministic. Equal scores go to the smaller (row, code) pair. Inside a request survivors stand in order of
-        (parent row, code), PAD last: siblings are neighbours. A request does not depend on the others.
+    Padding: rows whose trie node is PAD, or whose cum_logprob is -inf, have no continuation; outputs past
+        `cu_out[-1]` are PAD.
+    Numerics: fp32; deterministic. Equal scores go to the smaller (row, code) pair. Inside a request survivors
+        stand in order of (parent row, code), PAD last: siblings are neighbours. A request does not depend on
+        the others.
     Raises: ShapeError, DtypeError.
     """
     N, C = logits.shape
@@ -67,7 +73,7 @@ def beam_select_ref(
         log_normalizer = _segment_logsumexp(raw, rows, N)
     scores = cum_logprobs.to(torch.float32)[rows] + (raw - log_normalizer[rows])
 
-    M = int(cu_out[-1])
+    M = int(cu_out[-1]) if num_out is None else num_out
     device = logits.device
     parent_rows = torch.full((M,), -1, dtype=torch.int32, device=device)
     out_codes = torch.full((M,), -1, dtype=torch.int32, device=device)
