@@ -13,3 +13,6 @@ REPLAY = {
 """Kernels of one decode step against their reference: fp32 sums in another order; an fp32 state that the kernel
 halves into two bf16 (16 bits of mantissa) and the reference does not; values stored as bf16 (one unit in the last
 place: the interpreter truncates)."""
+
+MODEL = {"rtol": 1e-4, "atol": 1e-4}
+"""Logits and scores of a whole fp32 model against transformers: the same sums in another order, layer after layer."""

@@ -21,7 +21,9 @@ class ReplayConfig:
     num_warps: int = 4
     stages: int = 2
     unroll: bool = False
+    prefetch: bool = False
     programs_per_sm: int = 2
+    max_registers: int | None = None
 
 
 @lru_cache(maxsize=16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import triton
 from torch import Tensor
 
 from onela.ops.gated_delta._checks import check_records, check_rows, check_state, check_step
@@ -106,6 +107,7 @@ def launch_replay(
         programs_per_sm=config.programs_per_sm,
         device=q.device,
     )
+    depth_tile = max(2, triton.next_power_of_2(depth))
     key = records_k if k is None else k
     gated_delta_replay_kernel[(num_splits, HV * blocks_v, B + 1)](
         *(q, key, v, g, beta, recurrent_state, records_g, records_delta, records_k),
@@ -117,15 +119,18 @@ def launch_replay(
         HV=HV,
         K=K,
         V=V,
-        MAX_DEPTH=depth,
+        MAX_DEPTH=depth if config.unroll or depth == 0 else depth_tile,
+        DEPTH_TILE=depth_tile,
         BLOCK_W=config.block_w,
         BLOCK_V=V // blocks_v,
         STAGES=config.stages,
         UNROLL=config.unroll,
+        PREFETCH=config.prefetch,
         SPLIT_STATE=recurrent_state.dim() == 5,
         KEY_IS_RECORD=k is None,
         UPCAST=INTERPRETED,
         num_warps=config.num_warps,
+        maxnreg=config.max_registers,
     )
     return o
 

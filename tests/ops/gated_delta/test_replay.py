@@ -96,9 +96,9 @@ def tree() -> Tree:
 
 
 @pytest.mark.parametrize("level", [[0, 0, 0], [1, 1, 1], [2, None, 2], [2, 0, 1]])
-@pytest.mark.parametrize("unroll", [False, True])
-def test_ragged_widths_and_depths(tree, level, unroll, device):
-    config = ReplayConfig(block_w=16, block_v=64, unroll=unroll)
+@pytest.mark.parametrize(("unroll", "prefetch"), [(False, False), (True, False), (False, True)])
+def test_ragged_widths_and_depths(tree, level, unroll, prefetch, device):
+    config = ReplayConfig(block_w=16, block_v=64, unroll=unroll, prefetch=prefetch)
     compare(tree, level, PROMPTS, Sizes(), device, config=config)
 
 
