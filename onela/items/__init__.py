@@ -1,0 +1,18 @@
+"""Semantic IDs and the items behind them: vocabulary, catalogue, trie."""
+
+from onela.items.builder import CatalogItem
+from onela.items.catalog import ItemCatalog
+from onela.items.convert import convert_catalog
+from onela.items.device_trie import Candidates, DeviceTrie
+from onela.items.trie import ItemTrie
+from onela.items.vocabulary import SidVocabulary
+
+__all__ = [
+    "Candidates",
+    "CatalogItem",
+    "DeviceTrie",
+    "ItemCatalog",
+    "ItemTrie",
+    "SidVocabulary",
+    "convert_catalog",
+]

@@ -1,0 +1,328 @@
+"""The items that may be recommended: which SID stands for which, and what to call them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import numpy as np
+
+from onela.errors import CatalogError, ConfigError
+from onela.items import storage
+from onela.items.assembly import Assembled, assemble
+from onela.items.builder import CatalogBuilder, CatalogItem, add_items, to_json
+from onela.items.columns import CatalogColumns, StringColumn, id_column
+from onela.items.detect import detect_format
+from onela.items.readers import ReadOptions, read_catalog
+from onela.items.trie import ItemTrie
+from onela.items.vocabulary import SidVocabulary
+
+Expand = Literal["best", "all"]
+Duplicates = Literal["error", "best"]
+_RECORDS_AT_ONCE = 1 << 14
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ItemCatalog:
+    """An immutable catalogue in flat arrays; build it with `load`, `from_items` or `from_arrays`.
+
+    Two numbers name things here, so that nothing has to be searched while serving:
+
+        sid_index  a distinct SID: its place among all of them in sorted order, which is its leaf in the trie
+        item       an item: its row in storage; those on one SID lie side by side, heaviest first, then by id
+
+    Attributes:
+        trie: the legal SIDs; in code indices of `vocabulary`, or in published codes if there is none.
+        version: short hash of the content; the same items give the same version, in whatever order they came.
+        vocabulary: the vocabulary that the catalogue is bound to, None if unbound.
+    """
+
+    trie: ItemTrie
+    version: str
+    vocabulary: SidVocabulary | None
+    _parts: Assembled
+
+    # ---- constructors
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        vocabulary: SidVocabulary | None = None,
+        format: str = "auto",
+        *,
+        num_levels: int | None = None,
+        radix: int | None = None,
+        info: str | os.PathLike[str] | None = None,
+        duplicates: Duplicates = "error",
+    ) -> ItemCatalog:
+        """Read a catalogue from a file, or memory-map one that `save` wrote.
+
+        Args:
+            path: a file in one of the formats of `docs/items.md`, or a directory.
+            vocabulary: bind the catalogue to it, and refuse codes that have no token.
+            format: "auto" (by content), or its name: onela, jsonl, parquet, openonerec, minionerec, nvidia, xllm.
+            num_levels: depth of every SID, if neither a vocabulary nor the file says.
+            radix: codes per level in the packed keys of `sid2pid.json`; default: the vocabulary's codebook size.
+            info: the titles that go with a MiniOneRec `index.json`.
+            duplicates: "error", or "best" to keep the heaviest row of an item that is there more than once.
+        Raises:
+            CatalogError: malformed (names file and line), format not recognised, or no item.
+            ConfigError: an unknown option value, or one that does not go with the format.
+        """
+        source = Path(path)
+        if format == "onela" or (format == "auto" and detect_format(source) == "onela"):
+            return cls._from_parts(storage.load(source), vocabulary)
+        options = ReadOptions(vocabulary, num_levels, radix, None if info is None else Path(info))
+        return cls._from_columns(read_catalog(source, format, options), vocabulary, duplicates)
+
+    @classmethod
+    def from_items(
+        cls,
+        items: Iterable[CatalogItem | Mapping[str, Any]],
+        vocabulary: SidVocabulary | None = None,
+        *,
+        duplicates: Duplicates = "error",
+    ) -> ItemCatalog:
+        """Build from `CatalogItem`s, or mappings with the same fields.
+
+        Raises:
+            CatalogError: as `load`; `line` counts the items from 1.
+        """
+        builder = CatalogBuilder(vocabulary)
+        add_items(builder, items)
+        return cls._from_columns(builder.finish(), vocabulary, duplicates)
+
+    @classmethod
+    def from_arrays(
+        cls,
+        item_ids: Any,
+        sids: Any,
+        *,
+        titles: Sequence[str | None] | None = None,
+        metadata: Sequence[Any] | None = None,
+        weights: Any = None,
+        vocabulary: SidVocabulary | None = None,
+        duplicates: Duplicates = "error",
+    ) -> ItemCatalog:
+        """Build from columns, without a Python object per item where ids are a numpy integer array.
+
+        Args:
+            item_ids: [M] integers or strings.
+            sids: [M, num_levels] integers, published codes.
+            titles, metadata: [M]; None entries are allowed.
+            weights: [M] finite numbers.
+        Raises:
+            CatalogError: columns of different length, wrong types, and as `load`.
+        """
+        sids = np.asarray(sids)
+        if sids.ndim != 2 or sids.shape[1] == 0 or (sids.size and sids.dtype.kind not in "iu"):
+            given = f"{sids.dtype} {list(sids.shape)}"
+            raise CatalogError(f"sids: expected integers of shape [M, num_levels], got {given}")
+        ids = id_column(item_ids)
+        heft = None if weights is None else np.asarray(weights, dtype=np.float64)
+        texts = None
+        if metadata is not None:
+            texts = [None if value is None else to_json(value) for value in metadata]
+        for name, column in (("item_ids", ids), ("titles", titles), ("metadata", texts), ("weights", heft)):
+            if column is not None and len(column) != len(sids):
+                raise CatalogError(f"{name}: {len(column)} entries, but sids has {len(sids)}")
+        builder = CatalogBuilder(vocabulary)
+        builder.add_block(
+            ids,
+            sids,
+            None if titles is None else StringColumn.from_strings(titles),
+            None if texts is None else StringColumn.from_strings(texts),
+            heft,
+            first_line=1,
+        )
+        return cls._from_columns(builder.finish(), vocabulary, duplicates)
+
+    @classmethod
+    def _from_columns(
+        cls, columns: CatalogColumns, vocabulary: SidVocabulary | None, duplicates: str
+    ) -> ItemCatalog:
+        return cls._from_parts(assemble(columns, duplicates), vocabulary)
+
+    @classmethod
+    def _from_parts(cls, parts: Assembled, vocabulary: SidVocabulary | None) -> ItemCatalog:
+        unbound = cls(parts.trie, parts.version, None, parts)
+        return unbound if vocabulary is None else unbound.bind(vocabulary)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the catalogue into a directory that `load` memory-maps.
+
+        A catalogue that is there already is replaced in one move, and a process that has it mapped keeps what it
+        has. What is saved are published codes: the binding to a vocabulary is made again on loading.
+
+        Raises:
+            CatalogError: `path` is a file, or a directory that holds anything but a catalogue.
+        """
+        storage.save(self._parts, path)
+
+    def bind(self, vocabulary: SidVocabulary) -> ItemCatalog:
+        """The same catalogue with its trie in the code indices of a vocabulary; shares all memory it can.
+
+        Raises:
+            CatalogError: another depth, or a code that has no token (names an item that uses it).
+        """
+        published = self._parts.trie
+        if vocabulary.num_levels != self.num_levels:
+            raise CatalogError(
+                f"the catalogue has {self.num_levels} levels, the vocabulary {vocabulary.num_levels}",
+                path=self._parts.columns.source,
+            )
+        mappings: list[np.ndarray | None] = []
+        for level, size in enumerate(published.codebook_sizes):
+            known = vocabulary.codes(level)
+            in_range = known < size
+            index = np.full(size, -1, dtype=np.int32)
+            index[known[in_range]] = np.flatnonzero(in_range)
+            used = np.zeros(size, dtype=bool)
+            used[published.codes[level]] = True
+            lost = np.flatnonzero(used & (index < 0))
+            if len(lost):
+                self._refuse_code(level, int(lost[0]), len(lost))
+            unchanged = np.array_equal(index[used], np.flatnonzero(used))
+            mappings.append(None if unchanged else index)
+        trie = published.with_codes(mappings, vocabulary.codebook_sizes)
+        return replace(self, trie=trie, vocabulary=vocabulary)
+
+    def _refuse_code(self, level: int, code: int, count: int) -> NoReturn:
+        """Name an item below the first edge that carries a code without a token."""
+        published = self._parts.trie
+        node = int(np.flatnonzero(published.codes[level] == code)[0])
+        for below in range(level + 1, self.num_levels):
+            node = int(published.offsets[below][node])
+        item_id = self.item_id(self.items_of(node)[0])
+        more = f"; {count} codes of this level have none" if count > 1 else ""
+        raise CatalogError(
+            f"item_id {item_id!r}: code {code} of level {level} has no token in the vocabulary{more}",
+            path=self._parts.columns.source,
+        )
+
+    # ---- size
+
+    @property
+    def num_items(self) -> int:
+        return len(self._parts.columns.ids)
+
+    @property
+    def num_sids(self) -> int:
+        """Number of distinct SIDs."""
+        return self.trie.num_sids
+
+    @property
+    def num_levels(self) -> int:
+        return self.trie.num_levels
+
+    @property
+    def codebook_sizes(self) -> tuple[int, ...]:
+        """The vocabulary's, or for an unbound catalogue the largest code of each level plus one."""
+        return self.trie.codebook_sizes
+
+    @property
+    def max_items_per_sid(self) -> int:
+        return int(np.diff(self._parts.item_offsets).max())
+
+    def __len__(self) -> int:
+        return self.num_items
+
+    def __repr__(self) -> str:
+        return (
+            f"ItemCatalog(num_items={self.num_items}, num_sids={self.num_sids}, "
+            f"codebook_sizes={self.codebook_sizes}, version={self.version!r})"
+        )
+
+    # ---- SIDs
+
+    def lookup(self, sids: Any) -> np.ndarray:
+        """Which SIDs of the catalogue these are, [M, num_levels] code indices to [M] int64; -1 if none."""
+        return self.trie.find(sids)
+
+    def sids(self, sid_indices: Any) -> np.ndarray:
+        """Published codes of SIDs, [M] to [M, num_levels] int32."""
+        return self._parts.trie.sids(sid_indices)
+
+    def items_of(self, sid_index: int, *, expand: Expand = "all") -> list[int]:
+        """The items on one SID, best first; `expand="best"` gives the first alone.
+
+        Raises:
+            CatalogError: `sid_index` out of range. ConfigError: unknown `expand`.
+        """
+        if not 0 <= sid_index < self.num_sids:
+            raise CatalogError(f"sid_index: {sid_index} is out of range 0..{self.num_sids - 1}")
+        if expand not in ("best", "all"):
+            raise ConfigError(f"expand: {expand!r}, expected 'best' or 'all'")
+        offsets = self._parts.item_offsets
+        start = int(offsets[sid_index])
+        return [start] if expand == "best" else list(range(start, int(offsets[sid_index + 1])))
+
+    # ---- items
+
+    def item_id(self, item: int) -> int | str:
+        """What the catalogue calls an item, as it was given."""
+        return self._parts.columns.ids[self._check(item)]
+
+    def title(self, item: int) -> str | None:
+        titles = self._parts.columns.titles
+        return None if titles is None else titles[self._check(item)]
+
+    def metadata(self, item: int) -> Any:
+        """The JSON value that came with an item, None if none did."""
+        texts = self._parts.columns.metadata
+        text = None if texts is None else texts[self._check(item)]
+        return None if text is None else json.loads(text)
+
+    def weight(self, item: int) -> float:
+        """The weight that orders items on one SID; 0 where none was given."""
+        weights = self._parts.columns.weights
+        return 0.0 if weights is None else float(weights[self._check(item)])
+
+    def sid_index_of(self, item: int) -> int:
+        """The SID that an item is on."""
+        return int(np.searchsorted(self._parts.item_offsets, self._check(item), side="right")) - 1
+
+    def find(self, item_id: int | str) -> int | None:
+        """The item of this id, None if there is none."""
+        keys, ids = self._parts.id_keys, self._parts.columns.ids
+        key = ids.key_of(item_id)
+        if key is None:
+            return None
+        wanted = keys.dtype.type(key)
+        place = int(np.searchsorted(keys, wanted))
+        while place < len(keys) and keys[place] == wanted:  # different strings may share a hash
+            item = int(self._parts.id_rows[place])
+            if ids[item] == item_id:
+                return item
+            place += 1
+        return None
+
+    def __contains__(self, item_id: int | str) -> bool:
+        return self.find(item_id) is not None
+
+    def record(self, item: int) -> CatalogItem:
+        """All that is known of an item; its SID in published codes."""
+        return self._record(item, tuple(self.sids([self.sid_index_of(item)])[0].tolist()))
+
+    def records(self) -> Iterator[CatalogItem]:
+        """All items, in storage order."""
+        offsets = self._parts.item_offsets
+        for first in range(0, self.num_sids, _RECORDS_AT_ONCE):
+            block = range(first, min(first + _RECORDS_AT_ONCE, self.num_sids))
+            for sid_index, sid in zip(block, self.sids(np.arange(block.start, block.stop)).tolist()):
+                for item in range(offsets[sid_index], offsets[sid_index + 1]):
+                    yield self._record(item, tuple(sid))
+
+    def _record(self, item: int, sid: tuple[int, ...]) -> CatalogItem:
+        weight = None if self._parts.columns.weights is None else self.weight(item)
+        return CatalogItem(self.item_id(item), sid, self.title(item), self.metadata(item), weight)
+
+    def _check(self, item: int) -> int:
+        if not 0 <= item < self.num_items:
+            raise CatalogError(f"item: {item} is out of range 0..{self.num_items - 1}")
+        return item
