@@ -42,8 +42,16 @@ class EngineConfig:
     )
     record_dtype: RecordDtype = _option("auto", "dtype of the delta records; auto: the model's dtype")
     page_size: int = _option(64, "tokens per KV page", minimum=1)
-    max_batch_tokens: int = _option(16384, "most prompt tokens in one prefill forward", minimum=1)
+    max_batch_tokens: int = _option(
+        16384, "most prompt tokens in one step; longer prompts run in pieces", minimum=1
+    )
     max_batch_rows: int = _option(16384, "most beams in one decode forward", minimum=1)
+    max_waiting: int = _option(4096, "most requests that may wait; one more is refused", minimum=1)
+    max_overtaken: int = _option(
+        64,
+        "how many later arrivals of higher priority or earlier deadline may pass a waiting request",
+        minimum=0,
+    )
     max_slots: int | None = _option(
         None, "most record slots (beams x steps) at a time; none: no limit", minimum=1
     )

@@ -9,6 +9,10 @@
     ├── CatalogError          an item catalogue is malformed (names the file and the line)
     ├── RequestError          a request is wrong (names the field, the value and the limit)
     ├── CapacityError         a request can never fit into the configured memory
+    ├── QueueFullError        too many requests wait already (says when to come back)
+    ├── DeadlineError         a request did not end in the time that it was given
+    ├── CancelledError        a request was cancelled by whoever had sent it
+    ├── EngineError           a step failed for a reason that nobody foresaw
     ├── NumericsError         a model produced NaN, or two backends disagree
     └── UnavailableError      a GPU, kernel or optional package that was asked for is not there
 
@@ -79,6 +83,31 @@ class RequestError(OneLAError, ValueError):
 
 class CapacityError(OneLAError):
     """A request needs more memory than the engine may ever give it."""
+
+
+class QueueFullError(OneLAError):
+    """The queue is full; nothing is wrong with the request.
+
+    Args:
+        message: the limit and the option that sets it.
+        retry_after_s: after how many seconds there is likely to be room.
+    """
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        self.retry_after_s = retry_after_s
+        super().__init__(message)
+
+
+class DeadlineError(OneLAError):
+    """A request ran out of the time that it was given; the message says where it stood."""
+
+
+class CancelledError(OneLAError):
+    """A request was cancelled before it ended."""
+
+
+class EngineError(OneLAError, RuntimeError):
+    """A step of the engine failed unexpectedly; `__cause__` is what was raised. Later requests are not affected."""
 
 
 class NumericsError(OneLAError, ArithmeticError):

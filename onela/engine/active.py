@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from onela.decoding import BeamParams, Beams
-from onela.engine.request import Request
+from onela.engine.request import Request, Result
 from onela.errors import OneLAError
 from onela.state import BeamTree, PromptState
 
@@ -23,7 +23,10 @@ class ActiveRequest:
         prompt: its place in the prompt pool. first_slot, first_row: its extents of record slots and of beam places.
         beams: living beams. tree: their ancestors.
         invalid: [] bool tensor, set when the model produced something that cannot be ranked.
-        error: why the request failed, if it did.
+        arrived_at, deadline: seconds on the scheduler's clock; deadline None: as long as it takes.
+        order: place in the order of arrival. overtaken: how many later arrivals have been admitted before it.
+        admitted_at: when it left the queue. chosen_at: when each token was chosen, in order.
+        outcome: how the request ended; None while it has not. Set once, by the engine.
     """
 
     request: Request
@@ -37,7 +40,13 @@ class ActiveRequest:
     first_slot: int = 0
     first_row: int = 0
     invalid: Tensor | None = None
-    error: OneLAError | None = None
+    arrived_at: float = 0.0
+    deadline: float | None = None
+    order: int = -1
+    overtaken: int = 0
+    admitted_at: float | None = None
+    chosen_at: list[float] = field(default_factory=list)
+    outcome: Result | OneLAError | None = None
 
     @property
     def level(self) -> int:
@@ -48,6 +57,11 @@ class ActiveRequest:
     def finished(self) -> bool:
         """Whether the last token has been chosen."""
         return self.level == len(self.widths)
+
+    @property
+    def in_prefill(self) -> bool:
+        """Whether part of the prompt has still to be run."""
+        return self.prompt is None or self.prompt.num_tokens < len(self.prompt_token_ids)
 
     @property
     def num_slots(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,16 @@ from onela.engine.results import make_result
 from onela.engine.runner import Runner
 from onela.engine.scheduler import Batch, Scheduler
 from onela.engine.tokenizer import load_tokenizer
-from onela.errors import ConfigError, NumericsError, OneLAError, RequestError, UnavailableError
+from onela.errors import (
+    CancelledError,
+    ConfigError,
+    DeadlineError,
+    EngineError,
+    NumericsError,
+    OneLAError,
+    RequestError,
+    UnavailableError,
+)
 from onela.items import ItemCatalog, SidVocabulary
 from onela.models import CausalLM, load_model
 from onela.state import BeamTree, DecodeState, PromptPool, Records, make_backend
@@ -141,38 +151,66 @@ class Engine:
             RequestError: a request is malformed; nothing has run then.
             CapacityError: a request can never fit.
             NumericsError: the model produced NaN for a request.
+            DeadlineError: a request's `timeout_s` is over. EngineError: a step failed unexpectedly.
         The engine is usable after any of them.
         """
-        active = [self._prepare(request, params or BeamParams()) for request in requests]
+        active = [self.prepare(request, params) for request in requests]
         for request in active:
             self.scheduler.check(request)
-        results: dict[int, Result] = {}
+        queue = deque(active)
         try:
-            for request in active:
-                self.scheduler.add(request)
-            while self.scheduler.has_work:
-                for request, result in self.step():
-                    if isinstance(result, OneLAError):
-                        raise result
-                    results[id(request)] = result
+            while any(request.outcome is None for request in active):
+                while queue and not self.scheduler.is_full:
+                    self.scheduler.add(queue.popleft())
+                self.step()
+                for request in active:
+                    if isinstance(request.outcome, OneLAError):
+                        raise request.outcome
         finally:
             for request in active:
-                self.scheduler.release(request)
-        return [results[id(request)] for request in active]
+                self.cancel(request)
+        return [request.outcome for request in active if isinstance(request.outcome, Result)]
+
+    def submit(self, request: Request, params: BeamParams | None = None) -> ActiveRequest:
+        """Queue a request for the coming steps; its `outcome` is set when it has ended.
+
+        Raises:
+            RequestError: it is malformed. CapacityError: it can never fit. QueueFullError: too many wait already.
+        """
+        active = self.prepare(request, params)
+        self.scheduler.add(active)
+        return active
+
+    def cancel(self, request: ActiveRequest) -> bool:
+        """End a request now and free all that it holds. False when it had ended already."""
+        return self._end(request, CancelledError("the request was cancelled"))
 
     @torch.inference_mode()
-    def step(self) -> list[tuple[ActiveRequest, Result | OneLAError]]:
-        """One turn: schedule, run, select, advance, finish. Returns the requests that ended, and how."""
-        batch = self.scheduler.schedule()
-        hidden = self.runner.prefill(batch.prefill) + self.runner.decode(batch.decode)
-        survivors = self._select(batch, hidden)
-        for request, beams in zip(batch.requests, survivors):
-            request.advance(beams)
-        return self._finish(batch)
+    def step(self) -> list[ActiveRequest]:
+        """One turn: schedule, run, select, advance, finish. Returns the requests that ended.
 
-    def _prepare(self, request: Request, params: BeamParams) -> ActiveRequest:
-        """Check a request and turn it into what the engine works on."""
-        params = request.params or params
+        What goes wrong ends requests, never the engine: a request past its deadline ends with `DeadlineError`, one
+        whose logits are NaN with `NumericsError`, and when a step raises, all who took part with `EngineError`.
+        """
+        ended = self._expire()
+        batch = self.scheduler.schedule()
+        try:
+            hidden = self.runner.prefill(batch.prefill) + self.runner.decode(batch.decode)
+            survivors = self._select(batch, hidden)
+            for request, beams in zip(batch.requests, survivors):
+                request.advance(beams)
+            return ended + self._finish(batch)
+        except Exception as error:  # a bug, a fault of the device: whatever it is, the others go on
+            return ended + self._fail(batch.members, error)
+
+    def prepare(self, request: Request, params: BeamParams | None = None) -> ActiveRequest:
+        """Check a request and turn it into what the engine works on. Touches nothing that a step uses.
+
+        Raises:
+            RequestError: it is malformed.
+        """
+        arrived_at = self.scheduler.clock()
+        params = request.params or params or BeamParams()
         tokens = self._tokens(request)
         asked_widths = params.widths(self.vocabulary.num_levels)
         limit = self.model.config.max_position_embeddings - len(asked_widths) + 1
@@ -189,6 +227,8 @@ class Engine:
             widths=widths,
             beams=Beams.root(self.device),
             tree=BeamTree.root(1, self.device),
+            arrived_at=arrived_at,
+            deadline=None if request.timeout_s is None else arrived_at + request.timeout_s,
         )
 
     def _tokens(self, request: Request) -> list[int]:
@@ -241,21 +281,51 @@ class Engine:
                 survivors[i] = beams
         return [survivors[i] for i in range(len(requests))]
 
-    def _finish(self, batch: Batch) -> list[tuple[ActiveRequest, Result | OneLAError]]:
+    def _finish(self, batch: Batch) -> list[ActiveRequest]:
         """Turn finished requests into results and free what they hold."""
-        ended: list[tuple[ActiveRequest, Result | OneLAError]] = []
+        now = self.scheduler.clock()
         for request in batch.requests:
-            if not request.finished:
-                continue
-            outcome: Result | OneLAError
-            if request.invalid is not None and bool(request.invalid):
-                name = request.request.request_id or "request"
-                outcome = NumericsError(f"logits: {name}: the model produced NaN or infinite logits")
-            else:
-                outcome = make_result(request, self.vocabulary, self.catalog)
-            self.scheduler.release(request)
-            ended.append((request, outcome))
+            request.chosen_at.append(now)
+        ended = [request for request in batch.requests if request.finished]
+        for request in ended:
+            self._end(request, self._outcome(request))
         return ended
+
+    def _outcome(self, request: ActiveRequest) -> Result | OneLAError:
+        """What a finished request has come to."""
+        if request.invalid is not None and bool(request.invalid):
+            name = request.request.request_id or "request"
+            return NumericsError(f"logits: {name}: the model produced NaN or infinite logits")
+        try:
+            return make_result(request, self.vocabulary, self.catalog, now=self.scheduler.clock())
+        except Exception as error:  # one request's answer, say an unreadable title, is no one else's trouble
+            return _engine_error(error)
+
+    def _expire(self) -> list[ActiveRequest]:
+        """End the requests whose time is up."""
+        expired = self.scheduler.expired()
+        for request in expired:
+            stood = "waiting" if request.prompt is None else f"running, {request.level} tokens chosen"
+            self._end(request, DeadlineError(f"timeout_s: {request.request.timeout_s} s are over ({stood})"))
+        return expired
+
+    def _fail(self, requests: Sequence[ActiveRequest], error: Exception) -> list[ActiveRequest]:
+        """End the requests that took part in a step that raised."""
+        return [request for request in requests if self._end(request, _engine_error(error))]
+
+    def _end(self, request: ActiveRequest, outcome: Result | OneLAError) -> bool:
+        """The one place where a request ends: it frees everything and sets the outcome, once."""
+        if request.outcome is not None:
+            return False
+        self.scheduler.release(request)
+        request.outcome = outcome
+        return True
+
+
+def _engine_error(error: Exception) -> EngineError:
+    wrapped = EngineError(f"a step of the engine failed: {type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped
 
 
 def resolve_device(name: str) -> torch.device:

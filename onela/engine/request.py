@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from onela.decoding import BeamParams
 from onela.errors import RequestError
@@ -21,16 +22,29 @@ class Request:
         prompt: the prompt as text, for the checkpoint's tokenizer.
         params: options of this request; None: those handed to `generate`.
         request_id: a name of the caller's, given back with the result.
+        priority: a waiting request of higher priority is admitted first; ordinary is 0.
+        timeout_s: seconds from arrival after which the request is given up; None: as long as it takes. Among
+            requests of one priority the one that must end first is admitted first.
     """
 
     prompt_token_ids: Sequence[int] | None = None
     prompt: str | None = None
     params: BeamParams | None = None
     request_id: str | None = None
+    priority: int = 0
+    timeout_s: float | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.priority, bool) or not isinstance(self.priority, int):
+            raise RequestError("priority", "a whole number is expected", value=self.priority)
+        if self.timeout_s is not None and not (_is_number(self.timeout_s) and self.timeout_s > 0):
+            raise RequestError("timeout_s", "a number of seconds above 0 is expected", value=self.timeout_s)
         if (self.prompt_token_ids is None) == (self.prompt is None):
             raise RequestError("prompt_token_ids", "give either prompt_token_ids or prompt, and not both")
+
+
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, (int, float)) and math.isfinite(value)
 
 
 @dataclass(frozen=True)
@@ -80,6 +94,21 @@ class Usage:
 
 
 @dataclass(frozen=True)
+class Timings:
+    """Where the time of a request went, in seconds of the host's clock.
+
+    Attributes:
+        queue: until it was admitted. prefill: until its first token was chosen. decode: until its last one was.
+        total: from arrival to the answer.
+    """
+
+    queue: float
+    prefill: float
+    decode: float
+    total: float
+
+
+@dataclass(frozen=True)
 class Result:
     """The answer to one request.
 
@@ -87,6 +116,7 @@ class Result:
         items: distinct SIDs in order of score, equal scores in order of SID.
         finish_reason: "stop": as many items as were asked for; "exhausted": there were fewer legal ones.
         usage: counts. request_id: as given. catalog_version: of the catalogue that the items come from.
+        timings: where the time went.
     """
 
     items: tuple[RecommendedItem, ...]
@@ -94,3 +124,4 @@ class Result:
     usage: Usage
     request_id: str | None = None
     catalog_version: str | None = field(default=None)
+    timings: Timings | None = field(default=None, compare=False)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 
 from onela.engine.active import ActiveRequest
-from onela.engine.request import FinishReason, RecommendedItem, Result, Usage
+from onela.engine.request import FinishReason, RecommendedItem, Result, Timings, Usage
 from onela.items import ItemCatalog, SidVocabulary
 
 
-def make_result(request: ActiveRequest, vocabulary: SidVocabulary, catalog: ItemCatalog | None) -> Result:
-    """Order a finished request's beams by score and look up their items."""
+def make_result(
+    request: ActiveRequest, vocabulary: SidVocabulary, catalog: ItemCatalog | None, *, now: float
+) -> Result:
+    """Order a finished request's beams by score and look up their items; `now` is on the scheduler's clock."""
     beams, params = request.beams, request.params
     scores = beams.cum_logprobs.cpu()
     # Beams stand in order of their SIDs, and a stable sort keeps that order among equal scores.
@@ -50,4 +52,16 @@ def make_result(request: ActiveRequest, vocabulary: SidVocabulary, catalog: Item
         ),
         request_id=request.request.request_id,
         catalog_version=None if catalog is None else catalog.version,
+        timings=_timings(request, now),
+    )
+
+
+def _timings(request: ActiveRequest, now: float) -> Timings | None:
+    if request.admitted_at is None or not request.chosen_at:
+        return None
+    return Timings(
+        queue=request.admitted_at - request.arrived_at,
+        prefill=request.chosen_at[0] - request.admitted_at,
+        decode=request.chosen_at[-1] - request.chosen_at[0],
+        total=now - request.arrived_at,
     )

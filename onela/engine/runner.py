@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from onela.engine.active import ActiveRequest
+from onela.engine.scheduler import PrefillChunk
 from onela.models import CausalLM
 from onela.ops.indexing import spread
 from onela.state import DecodeState, PrefillInputs, StepInputs
@@ -28,25 +29,25 @@ class Runner:
         self.level_token_ids = [ids.to(self.device) for ids in level_token_ids]
         self.heads = [model.head_rows(ids) for ids in self.level_token_ids]
 
-    def prefill(self, requests: Sequence[ActiveRequest]) -> list[Tensor]:
-        """Run the prompts. Returns the hidden row [1, D] of each request's last token."""
-        if not requests:
+    def prefill(self, chunks: Sequence[PrefillChunk]) -> list[Tensor]:
+        """Run pieces of prompts. Returns the last hidden row [1, D] of each prompt that is complete now."""
+        if not chunks:
             return []
-        lengths = [len(r.prompt_token_ids) for r in requests]
-        tokens = [token for r in requests for token in r.prompt_token_ids]
-        bounds = _cumulative(lengths)
+        prompts = self.state.prompts
+        tokens = [token for c in chunks for token in c.request.prompt_token_ids[c.start : c.end]]
+        bounds = _cumulative([c.end - c.start for c in chunks])
         inputs = PrefillInputs(
             token_ids=self._tensor(tokens, torch.int64),
-            positions=torch.cat([torch.arange(length, device=self.device) for length in lengths]),
+            positions=torch.cat([torch.arange(c.start, c.end, device=self.device) for c in chunks]),
             cu_seqlens=self._tensor(bounds, torch.int32),
-            prompts=self._tensor([_place(r) for r in requests], torch.int32),
-            cached_lens=torch.zeros(len(requests), dtype=torch.int32, device=self.device),
+            prompts=self._tensor([_place(c.request) for c in chunks], torch.int32),
+            cached_lens=self._tensor([c.start for c in chunks], torch.int32),
         )
         hidden = self.model.prefill(inputs, self.state)
-        for request, length in zip(requests, lengths):
-            assert request.prompt is not None
-            self.state.prompts.extend(request.prompt, length)
-        return [hidden[end - 1 : end] for end in bounds[1:]]
+        for chunk in chunks:
+            assert chunk.request.prompt is not None
+            prompts.extend(chunk.request.prompt, chunk.end - chunk.start)
+        return [hidden[end - 1 : end] for chunk, end in zip(chunks, bounds[1:]) if chunk.completes]
 
     def decode(self, requests: Sequence[ActiveRequest]) -> list[Tensor]:
         """Run the last chosen token of every beam. Returns the hidden rows [W, D] of each request."""

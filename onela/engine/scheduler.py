@@ -2,67 +2,108 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from onela.config import EngineConfig
 from onela.engine.active import ActiveRequest
-from onela.errors import CapacityError
+from onela.errors import CapacityError, QueueFullError
 from onela.state import PromptPool, Records
 from onela.state.allocator import ExtentAllocator
 
 
 @dataclass(frozen=True)
-class Batch:
-    """The requests of one engine step.
+class PrefillChunk:
+    """Prompt tokens `start : end` of a request, run in one step.
 
     Attributes:
-        prefill: requests whose prompt is run now. decode: requests that take one decode step now.
+        request: whose prompt. start: tokens that its prompt state holds already. end: tokens it holds afterwards.
     """
 
-    prefill: list[ActiveRequest] = field(default_factory=list)
+    request: ActiveRequest
+    start: int
+    end: int
+
+    @property
+    def completes(self) -> bool:
+        """Whether the prompt ends here, so that the first token can be chosen."""
+        return self.end == len(self.request.prompt_token_ids)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The work of one engine step.
+
+    Attributes:
+        prefill: pieces of prompts that are run now. decode: requests that take one decode step now.
+    """
+
+    prefill: list[PrefillChunk] = field(default_factory=list)
     decode: list[ActiveRequest] = field(default_factory=list)
 
     @property
     def requests(self) -> list[ActiveRequest]:
-        """All of them, prefills first."""
-        return self.prefill + self.decode
+        """Those that choose a token in this step: prompts that end now, then decodes."""
+        return [chunk.request for chunk in self.prefill if chunk.completes] + self.decode
+
+    @property
+    def members(self) -> list[ActiveRequest]:
+        """Everyone who takes part."""
+        return [chunk.request for chunk in self.prefill] + self.decode
 
 
 class Scheduler:
-    """First come, first served, within the pools' and the batch's limits.
+    """Continuous batching within the pools' and the batch's limits.
 
     A request's need is known when it arrives, so it is admitted only when all of it fits, and then runs to its end.
+    Who is admitted next: the higher `priority`, then the earlier deadline, then the earlier arrival; but whoever
+    has been passed `max_overtaken` times by later arrivals comes first. Nobody passes the one who is next, even
+    if there is room for a smaller request: so whoever waits is admitted after a bounded number of others.
 
     Args:
         config: the limits.
         prompts, records: the pools that a request takes places in.
+        clock: seconds, only ever compared with each other.
     """
 
-    def __init__(self, config: EngineConfig, prompts: PromptPool, records: Records) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        prompts: PromptPool,
+        records: Records,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.config = config
         self.prompts = prompts
         self.records = records
+        self.clock = clock
         self.rows = ExtentAllocator("beam rows")
-        self.waiting: deque[ActiveRequest] = deque()
+        self.waiting: list[ActiveRequest] = []
         self.running: list[ActiveRequest] = []
+        self._arrivals = 0
+        self._departures: deque[float] = deque(maxlen=64)
 
     @property
     def has_work(self) -> bool:
         """Whether any request is waiting or running."""
         return bool(self.waiting or self.running)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether `add` would refuse for want of room in the queue."""
+        return len(self.waiting) >= self.config.max_waiting
+
     def check(self, request: ActiveRequest) -> None:
         """Refuse a request that could not run even alone. Raises `CapacityError` with the numbers."""
         config = self.config
+        pages = self.prompts.pages_needed(len(request.prompt_token_ids))
         needs = (
             ("max_slots", request.num_slots, config.max_slots, "record slots"),
-            (
-                "max_pages",
-                self.prompts.pages_needed(len(request.prompt_token_ids)),
-                config.max_pages,
-                "KV pages",
-            ),
+            ("max_pages", pages, config.max_pages, "KV pages"),
             ("max_batch_rows", request.num_rows, config.max_batch_rows, "beams in a step"),
         )
         for option, need, limit, what in needs:
@@ -70,32 +111,52 @@ class Scheduler:
                 raise CapacityError(f"the request needs {need} {what}, {option} allows {limit}")
 
     def add(self, request: ActiveRequest) -> None:
-        """Queue a request. Raises `CapacityError` when it can never fit."""
+        """Queue a request.
+
+        Raises:
+            CapacityError: it can never fit.
+            QueueFullError: `max_waiting` requests wait already.
+        """
         self.check(request)
+        if self.is_full:
+            raise QueueFullError(
+                f"{len(self.waiting)} requests are waiting, max_waiting allows {self.config.max_waiting}",
+                retry_after_s=self.retry_after(),
+            )
+        request.order = self._arrivals
+        self._arrivals += 1
         self.waiting.append(request)
 
+    def retry_after(self) -> float:
+        """Seconds in which the present queue is likely to be through, by the pace of the latest requests."""
+        if len(self._departures) < 2:
+            return 1.0
+        pace = (self._departures[-1] - self._departures[0]) / (len(self._departures) - 1)
+        return min(60.0, max(1.0, math.ceil(pace * len(self.waiting))))
+
+    def expired(self) -> list[ActiveRequest]:
+        """Requests whose deadline has passed, waiting or running. They keep their places until `release`."""
+        now = self.clock()
+        return [r for r in [*self.waiting, *self.running] if r.deadline is not None and r.deadline <= now]
+
     def schedule(self) -> Batch:
-        """Admit what fits, in order, and choose the requests of the next step."""
+        """Choose the work of the next step: decodes, pieces of prompts under way, then whoever is next in the queue."""
         batch = Batch()
-        tokens = 0
-        while self.waiting:
-            request = self.waiting[0]
-            length = len(request.prompt_token_ids)
-            if batch.prefill and tokens + length > self.config.max_batch_tokens:
-                break
-            if not self._fits(request):
-                break
-            self._admit(self.waiting.popleft())
-            batch.prefill.append(request)
-            tokens += length
         rows = 0
+        budget = self.config.max_batch_tokens
         for request in self.running:
-            if request in batch.prefill:
+            if request.in_prefill:
+                budget = self._take_chunk(batch, request, budget)
                 continue
             rows += request.beams.width
-            if batch.decode and rows > self.config.max_batch_rows:
+            if not batch.decode or rows <= self.config.max_batch_rows:
+                batch.decode.append(request)
+        while budget and self.waiting:
+            request = self._next()
+            if not self._fits(request):
                 break
-            batch.decode.append(request)
+            self._admit(request)
+            budget = self._take_chunk(batch, request, budget)
         return batch
 
     def release(self, request: ActiveRequest) -> None:
@@ -105,6 +166,7 @@ class Scheduler:
         if request not in self.running:
             return
         self.running.remove(request)
+        self._departures.append(self.clock())
         if request.num_slots:
             self.records.free(request.first_slot, request.num_slots)
         self.rows.free(request.first_row, request.num_rows)
@@ -112,11 +174,34 @@ class Scheduler:
             self.prompts.free(request.prompt)
             request.prompt = None
 
+    def _next(self) -> ActiveRequest:
+        """Whose turn it is among those who wait."""
+        passed = [r for r in self.waiting if r.overtaken >= self.config.max_overtaken]
+        if passed:
+            return min(passed, key=lambda r: r.order)
+        return min(
+            self.waiting,
+            key=lambda r: (-r.request.priority, math.inf if r.deadline is None else r.deadline, r.order),
+        )
+
+    def _take_chunk(self, batch: Batch, request: ActiveRequest, budget: int) -> int:
+        """Give a prompt as much of the token budget as it can use; returns what is left."""
+        assert request.prompt is not None
+        start = request.prompt.num_tokens
+        end = min(start + budget, len(request.prompt_token_ids))
+        if end > start:
+            batch.prefill.append(PrefillChunk(request, start, end))
+        return budget - (end - start)
+
     def _fits(self, request: ActiveRequest) -> bool:
         return self.records.slots.fits(request.num_slots) and self.prompts.fits(len(request.prompt_token_ids))
 
     def _admit(self, request: ActiveRequest) -> None:
+        self.waiting.remove(request)
+        for other in self.waiting:
+            other.overtaken += other.order < request.order
         request.prompt = self.prompts.allocate(len(request.prompt_token_ids))
         request.first_slot = self.records.allocate(request.num_slots) if request.num_slots else 0
         request.first_row = self.rows.allocate(request.num_rows)
+        request.admitted_at = self.clock()
         self.running.append(request)
