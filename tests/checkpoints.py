@@ -82,7 +82,7 @@ def qwen3_5_moe_config(**overrides: Any) -> Qwen3_5MoeTextConfig:
     return Qwen3_5MoeTextConfig(**{**values, "model_type": "qwen3_5_moe_text", **MIXTURE, **overrides})
 
 
-def randomize(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
+def randomize(model: torch.nn.Module, seed: int = 0, gain: float = 2.0) -> torch.nn.Module:
     """Give every parameter a value that matters: norms and gates off their initial points, logits spread out."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -95,22 +95,24 @@ def randomize(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
             elif "conv1d" in name:
                 parameter.copy_(0.5 * noise)
             else:
-                parameter.copy_(noise * (2.0 / parameter.shape[-1] ** 0.5))
+                parameter.copy_(noise * (gain / parameter.shape[-1] ** 0.5))
     return model
 
 
-def save(model: PreTrainedModel, path: Path, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
+def save(
+    model: PreTrainedModel, path: Path, seed: int = 0, dtype: torch.dtype = torch.float32, gain: float = 2.0
+) -> Any:
     """Randomize a model, save it as transformers does, and return it."""
-    model = randomize(model, seed).to(dtype).eval()
+    model = randomize(model, seed, gain).to(dtype).eval()
     model.save_pretrained(path)
     return model
 
 
 def save_qwen3_5(
-    path: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any
+    path: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, gain: float = 2.0, **overrides: Any
 ) -> Qwen3_5ForCausalLM:
-    """Save a tiny Qwen3.5 text model and return it."""
-    return save(Qwen3_5ForCausalLM(qwen3_5_config(**overrides)), path, seed, dtype)
+    """Save a tiny Qwen3.5 text model and return it. Weights of a smaller `gain` spread rounding less."""
+    return save(Qwen3_5ForCausalLM(qwen3_5_config(**overrides)), path, seed, dtype, gain)
 
 
 def save_qwen3(
