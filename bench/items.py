@@ -22,8 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 import torch
@@ -31,6 +30,7 @@ import torch
 from bench.common import append_result, commit, machine
 from onela.items import ItemCatalog, ItemTrie, convert_catalog
 
+ROOT = Path(__file__).resolve().parent.parent
 BEAMS = (512, 5000)
 UNITS = {"time": "s", "peak_rss": "GiB", "size": "GiB"}
 

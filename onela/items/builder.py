@@ -81,12 +81,10 @@ class CatalogBuilder:
         codes = self.check_sid(sid, line)
         if title is not None and type(title) is not str:
             self.fail(f"title: expected a string, got {title!r}", line)
-        heft = 0.0 if weight is None else self._check_weight(weight, line)
+        if weight is not None:
+            weight = self._check_weight(weight, line)
         text = None if metadata is None else self._to_json(metadata, line)
-        for name, value in (("title", title), ("metadata", metadata), ("weight", weight)):
-            if value is not None:
-                self._has[name] = True
-        self._rows.append((item_id, codes, title, text, heft, line))
+        self._rows.append((item_id, codes, title, text, weight, line))
         if len(self._rows) >= _BLOCK_ROWS:
             self._flush()
 
@@ -165,7 +163,7 @@ class CatalogBuilder:
 
     def check_sid(self, sid: Any, line: int) -> Sequence[int]:
         """Codes of one SID, as a list or written out, once depth and types are known to be right."""
-        if type(sid) in (list, tuple) and sid and all(type(token) is str for token in sid):
+        if type(sid) in (list, tuple) and sid and type(sid[0]) is str and all(type(t) is str for t in sid):
             sid = "".join(sid)
         if type(sid) is str:
             try:
@@ -205,6 +203,12 @@ class CatalogBuilder:
             return
         ids, sids, titles, metadata, weights, lines = zip(*self._rows)
         self._rows = []
+        present = {
+            name: values.count(None) < len(values)
+            for name, values in (("title", titles), ("metadata", metadata), ("weight", weights))
+        }
+        for name, there in present.items():
+            self._has[name] |= there
         if self._id_type is int:
             bad = next((row for row, value in enumerate(ids) if value not in _INT64), None)
             if bad is not None:
@@ -216,9 +220,9 @@ class CatalogBuilder:
             CatalogColumns(
                 IdColumn(column),
                 np.array(sids, dtype=np.int32),
-                self._encode(titles, "title", lines) if self._has["title"] else None,
-                self._encode(metadata, "metadata", lines) if self._has["metadata"] else None,
-                np.array(weights) if self._has["weight"] else None,
+                self._encode(titles, "title", lines) if present["title"] else None,
+                self._encode(metadata, "metadata", lines) if present["metadata"] else None,
+                np.array([w or 0.0 for w in weights]) if present["weight"] else None,
                 np.array(lines, dtype=np.int64),
             )
         )
@@ -276,20 +280,22 @@ def add_items(builder: CatalogBuilder, items: Any) -> None:
 
 
 FIELDS = ("item_id", "sid", "title", "metadata", "weight")
+_FIELD_SET = frozenset(FIELDS)
 
 
 def add_record(builder: CatalogBuilder, record: Mapping[str, Any], line: int) -> None:
     """Add one mapping whose keys are the fields of `CatalogItem`."""
-    for field in ("item_id", "sid"):
-        if field not in record:
-            builder.fail(f"field {field!r} is missing", line)
-    unknown = [field for field in record if field not in FIELDS]
-    if unknown:
+    if "item_id" not in record or "sid" not in record:
+        missing = "sid" if "item_id" in record else "item_id"
+        builder.fail(f"field {missing!r} is missing", line)
+    if not record.keys() <= _FIELD_SET:
+        unknown = [field for field in record if field not in FIELDS]
         known = ", ".join(FIELDS)
         builder.fail(
             f"unknown field {unknown[0]!r}; known are {known}; put anything else into metadata", line
         )
-    builder.add(*(record.get(field) for field in FIELDS), line=line)
+    get = record.get
+    builder.add(record["item_id"], record["sid"], get("title"), get("metadata"), get("weight"), line=line)
 
 
 def to_json(value: Any) -> str:
