@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -26,6 +27,7 @@ class ActiveRequest:
         arrived_at, deadline: seconds on the scheduler's clock; deadline None: as long as it takes.
         order: place in the order of arrival. overtaken: how many later arrivals have been admitted before it.
         admitted_at: when it left the queue. chosen_at: when each token was chosen, in order.
+        observer: called by the engine each time a token has been chosen.
         outcome: how the request ended; None while it has not. Set once, by the engine.
     """
 
@@ -46,6 +48,7 @@ class ActiveRequest:
     overtaken: int = 0
     admitted_at: float | None = None
     chosen_at: list[float] = field(default_factory=list)
+    observer: Callable[[ActiveRequest], None] | None = None
     outcome: Result | OneLAError | None = None
 
     @property

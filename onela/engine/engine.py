@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections import deque
 from collections.abc import Sequence
@@ -155,9 +156,9 @@ class Engine:
         The engine is usable after any of them.
         """
         active = [self.prepare(request, params) for request in requests]
-        for request in active:
+        queue = deque(request for request in active if request.outcome is None)
+        for request in queue:
             self.scheduler.check(request)
-        queue = deque(active)
         try:
             while any(request.outcome is None for request in active):
                 while queue and not self.scheduler.is_full:
@@ -178,7 +179,8 @@ class Engine:
             RequestError: it is malformed. CapacityError: it can never fit. QueueFullError: too many wait already.
         """
         active = self.prepare(request, params)
-        self.scheduler.add(active)
+        if active.outcome is None:
+            self.scheduler.add(active)
         return active
 
     def cancel(self, request: ActiveRequest) -> bool:
@@ -286,6 +288,10 @@ class Engine:
         now = self.scheduler.clock()
         for request in batch.requests:
             request.chosen_at.append(now)
+            if request.observer is not None:
+                # Whoever only watches must not be able to hurt the batch.
+                with contextlib.suppress(Exception):
+                    request.observer(request)
         ended = [request for request in batch.requests if request.finished]
         for request in ended:
             self._end(request, self._outcome(request))

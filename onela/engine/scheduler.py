@@ -67,6 +67,8 @@ class Scheduler:
         config: the limits.
         prompts, records: the pools that a request takes places in.
         clock: seconds, only ever compared with each other.
+
+    `scheduled_tokens` and `scheduled_rows` are the prompt tokens and the beams of the latest batch.
     """
 
     def __init__(
@@ -84,6 +86,8 @@ class Scheduler:
         self.rows = ExtentAllocator("beam rows")
         self.waiting: list[ActiveRequest] = []
         self.running: list[ActiveRequest] = []
+        self.scheduled_tokens = 0
+        self.scheduled_rows = 0
         self._arrivals = 0
         self._departures: deque[float] = deque(maxlen=64)
 
@@ -157,6 +161,8 @@ class Scheduler:
                 break
             self._admit(request)
             budget = self._take_chunk(batch, request, budget)
+        self.scheduled_tokens = self.config.max_batch_tokens - budget
+        self.scheduled_rows = sum(request.beams.width for request in batch.decode)
         return batch
 
     def release(self, request: ActiveRequest) -> None:
