@@ -53,6 +53,8 @@ class Geometry:
         put(self, "DELTAS", self.KEYS + self.T * self.KB)
         put(self, "LAST", self.DELTAS + self.T * self.DS)
         put(self, "STAGES", self.LAST + 1)
+        # Tiles ahead of the present one that a copy may belong to.
+        put(self, "REACH", (self.RING + self.LAST) // self.STAGES)
 
 
 @gluon.constexpr_function
@@ -78,11 +80,23 @@ def piece_layout(NW):
 
 
 @gluon.constexpr_function
-def piece32_layout(NW):
-    """Half of an fp32 row: thread (row, c) holds its columns' lower or upper four of each eight."""
+def half_copy_layout(NW):
+    """Half of an fp32 row, 64 columns, as it is copied: thread (row, c) has columns 16 i + 4 c + (0..3)."""
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [0, 16], [0, 32]],
         lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        warp_bases=warp_bases(NW),
+        block_bases=[],
+        shape=[8 * NW, 64],
+    )
+
+
+@gluon.constexpr_function
+def half_piece_layout(NW):
+    """The same half as it is read: two of piece_layout's four pieces."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [0, 32]],
+        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
         warp_bases=warp_bases(NW),
         block_bases=[],
         shape=[8 * NW, 64],
@@ -102,22 +116,18 @@ def operand_layout(NW):
 
 
 @gluon.constexpr_function
-def piece_image(NW):
-    """[warp][i][row][c][8]: a warp writes and reads 512 contiguous bytes per instruction."""
-    bases = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [1, 0], [2, 0], [4, 0], [0, 32], [0, 64]]
+def row_image(NW):
+    """[warp][i][row][c ^ row / 2][8]: the 64 bytes that four threads copy of a row stay together, or the copy engine
+    splits them and fetches sectors twice; and neither copies, nor ldmatrix (8 rows of one piece), nor 16-byte reads
+    conflict in a bank."""
+    bases = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [1, 0], [2, 8], [4, 16], [0, 32], [0, 64]]
     return gl.SharedLinearLayout(bases + warp_bases(NW))
 
 
 @gluon.constexpr_function
-def piece32_image(NW):
-    bases = [[0, 1], [0, 2], [0, 4], [0, 8], [1, 0], [2, 0], [4, 0], [0, 16], [0, 32]]
-    return gl.SharedLinearLayout(bases + warp_bases(NW))
-
-
-@gluon.constexpr_function
-def operand_image(NW):
-    """[warp][i][c][row][8]: 8 x 8 blocks of 128 contiguous bytes, as ldmatrix reads them."""
-    bases = [[0, 1], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [0, 8], [0, 16], [0, 32], [0, 64]]
+def half_image(NW):
+    """row_image for fp32."""
+    bases = [[0, 1], [0, 2], [0, 4], [0, 8], [1, 0], [2, 4], [4, 8], [0, 16], [0, 32]]
     return gl.SharedLinearLayout(bases + warp_bases(NW))
 
 
@@ -145,18 +155,15 @@ def copy_stage(ring, place, n, index, base, stride, S: gl.constexpr, G: gl.const
     elif S < G.LAST:
         at = index[1 + (S - G.DELTAS) // G.DS]
         if G.DS == 1:
-            dst = dst._reinterpret(gl.bfloat16, [G.BW, 128], piece_image(G.NW))
             copy_rows(dst, base[4], at.to(gl.int64) * G.HVV, at >= 0, PIECE)
         else:
-            PIECE32: gl.constexpr = piece32_layout(G.NW)
-            dst = dst._reinterpret(gl.float32, [G.BW, 64], piece32_image(G.NW))
-            x = gl.arange(0, 64, layout=gl.SliceLayout(0, PIECE32))
-            cols = x // 4 * 8 + (S - G.DELTAS) % 2 * 4 + x % 4
-            at = gl.convert_layout(at, gl.SliceLayout(1, PIECE32), assert_trivial=True)
+            HALF: gl.constexpr = half_copy_layout(G.NW)
+            dst = dst._reinterpret(gl.float32, [G.BW, 64], half_image(G.NW))
+            cols = gl.arange(0, 64, layout=gl.SliceLayout(0, HALF)) + (S - G.DELTAS) % 2 * 64
+            at = gl.convert_layout(at, gl.SliceLayout(1, HALF), assert_trivial=True)
             p_rows = base[4] + (at.to(gl.int64) * G.HVV)[:, None] + cols[None, :]
             async_copy.async_copy_global_to_shared(dst, p_rows, mask=(at >= 0)[:, None])
     else:
-        dst = dst._reinterpret(gl.bfloat16, [G.BW, 128], piece_image(G.NW))
         copy_rows(dst, base[2], n.to(gl.int64) * stride[2], index[0] >= 0, PIECE)
 
 
@@ -239,7 +246,6 @@ def gated_delta_replay_hopper_kernel(
     BPAD: gl.constexpr,
     NW: gl.constexpr,
     RING: gl.constexpr,
-    AHEAD: gl.constexpr,
     LATE: gl.constexpr,
     RAW: gl.constexpr,
     WRITE: gl.constexpr,
@@ -249,6 +255,7 @@ def gated_delta_replay_hopper_kernel(
     G: gl.constexpr = geometry(H, HV, K, V, T, NW, RING, RAW, DS)
     BW: gl.constexpr = G.BW
     KB: gl.constexpr = G.KB
+    REACH: gl.constexpr = G.REACH
     VB: gl.constexpr = G.VB
     PIECE: gl.constexpr = piece_layout(NW)
     OPERAND: gl.constexpr = operand_layout(NW)
@@ -269,7 +276,7 @@ def gated_delta_replay_hopper_kernel(
     last = gl.minimum(first + rows_per_program, N)
 
     state = gl.allocate_shared_memory(gl.bfloat16, [2 * KB, 128, 128], STATE)
-    ring = gl.allocate_shared_memory(gl.bfloat16, [RING, BW, 128], operand_image(NW))
+    ring = gl.allocate_shared_memory(gl.bfloat16, [RING, BW, 128], row_image(NW))
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -278,8 +285,8 @@ def gated_delta_replay_hopper_kernel(
     base = (p_q + i_h * K, p_k + i_h * K, p_v + column, p_records_k + i_h * K, p_records_delta + column)
     stride = (s_q.to(gl.int64), s_k.to(gl.int64), s_v.to(gl.int64))
     requests = gl.arange(0, BPAD, layout=REQUESTS)
-    ends = gl.load(p_cu_rows + 1 + requests, mask=requests < B, other=FAR)
-    prompts = gl.load(p_prompts + requests, mask=requests < B, other=-1)
+    ends = gl.load(p_cu_rows + 1 + requests, mask=requests < B, other=FAR).to(gl.int32)
+    prompts = gl.load(p_prompts + requests, mask=requests < B, other=-1).to(gl.int32)
 
     start = first
     while start < last:
@@ -293,6 +300,8 @@ def gated_delta_replay_hopper_kernel(
         index = load_index(p_slots, p_ancestors, s_ancestors, n, live_end, T)
         index_1 = load_index(p_slots, p_ancestors, s_ancestors, n + BW, live_end, T)
         index_2 = index_1
+        if REACH == 2:
+            index_2 = load_index(p_slots, p_ancestors, s_ancestors, n + 2 * BW, live_end, T)
         b_g = gl.load(p_g + n * s_g + i_hv, mask=n < live_end, other=0.0)
         b_beta = gl.load(p_beta + n * s_beta + i_hv, mask=n < live_end, other=0.0)
 
@@ -316,11 +325,10 @@ def gated_delta_replay_hopper_kernel(
 
         place = 0
         for _ in range(gl.cdiv(end - start, BW)):
-            if AHEAD == 2:
-                index_2 = load_index(p_slots, p_ancestors, s_ancestors, n + 2 * BW, live_end, T)
-            else:
-                index_1 = load_index(p_slots, p_ancestors, s_ancestors, n + BW, live_end, T)
-                index_2 = index_1
+            # A tile's index is loaded one tile before its first copy starts.
+            index_3 = load_index(p_slots, p_ancestors, s_ancestors, n + (REACH + 1) * BW, live_end, T)
+            if REACH == 1:
+                index_2 = index_3
             indices = (index, index_1, index_2)
             more = n + BW < live_end
             g_1 = gl.load(p_g + (n + BW) * s_g + i_hv, mask=more, other=0.0)
@@ -402,24 +410,22 @@ def gated_delta_replay_hopper_kernel(
             for j in gl.static_range(T):
                 if DS == 1:
                     async_copy.wait_group(RING - 1)
-                    view = ring.index(place)._reinterpret(gl.bfloat16, [BW, 128], piece_image(NW))
-                    delta = view.load(PIECE).to(gl.float32)
+                    delta = ring.index(place).load(PIECE).to(gl.float32)
                 else:
                     async_copy.wait_group(RING - 1)
-                    low = ring.index(place)._reinterpret(gl.float32, [BW, 64], piece32_image(NW))
-                    low = low.load(piece32_layout(NW))
+                    low = ring.index(place)._reinterpret(gl.float32, [BW, 64], half_image(NW))
+                    low = low.load(half_piece_layout(NW))
                     place = refill(ring, place, n, indices, base, stride, G.DELTAS + j * 2, G)
                     async_copy.wait_group(RING - 1)
-                    high = ring.index(place)._reinterpret(gl.float32, [BW, 64], piece32_image(NW))
-                    delta = gl.join(low, high.load(piece32_layout(NW))).reshape([BW, 16, 4, 2])
-                    delta = delta.permute(0, 1, 3, 2).reshape([BW, 128])
+                    high = ring.index(place)._reinterpret(gl.float32, [BW, 64], half_image(NW))
+                    high = high.load(half_piece_layout(NW))
+                    delta = gl.join(low, high).permute(0, 2, 1).reshape([BW, 128])
                     delta = gl.convert_layout(delta, PIECE, assert_trivial=True)
                 place = refill(ring, place, n, indices, base, stride, G.DELTAS + j * DS + DS - 1, G)
                 uq += delta * (coefficients[2 * j] * q_scale * weights[T - 1 - j])[:, None]
                 uk += delta * (coefficients[2 * j + 1] * k_scale * weights[T - 1 - j])[:, None]
             async_copy.wait_group(RING - 1)
-            view = ring.index(place)._reinterpret(gl.bfloat16, [BW, 128], piece_image(NW))
-            b_v = view.load(PIECE).to(gl.float32)
+            b_v = ring.index(place).load(PIECE).to(gl.float32)
             place = refill(ring, place, n, indices, base, stride, G.LAST, G)
             delta = b_beta[:, None] * (b_v - uk)
             out = gl.arange(0, 128, layout=gl.SliceLayout(0, PIECE))
@@ -438,6 +444,8 @@ def gated_delta_replay_hopper_kernel(
             b_beta = beta_1
             index = index_1
             index_1 = index_2
+            if REACH == 2:
+                index_2 = index_3
         # The next request's state goes where this one's lies: every warp must be done with it.
         async_copy.wait_group(0)
         gl.thread_barrier()

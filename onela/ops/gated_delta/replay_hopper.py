@@ -200,7 +200,6 @@ def launch_hopper(
         BPAD=max(32, triton.next_power_of_2(B)),
         NW=config.num_warps,
         RING=ring,
-        AHEAD=2 if ring > stages or T <= 2 else 1,
         LATE=config.late,
         RAW=k is None,
         WRITE=write_records,
