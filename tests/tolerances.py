@@ -16,3 +16,9 @@ place: the interpreter truncates)."""
 
 MODEL = {"rtol": 1e-4, "atol": 1e-4}
 """Logits and scores of a whole fp32 model against transformers: the same sums in another order, layer after layer."""
+
+ATTENTION = {
+    "fp32": {"rtol": 1e-5, "atol": 1e-5},
+    "bf16": {"rtol": 2**-7, "atol": 2**-8},
+}
+"""Softmax attention: fp32 sums in another order; weights and outputs rounded to bf16, over values of size one."""
