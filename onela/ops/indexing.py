@@ -41,8 +41,12 @@ def gather_rows(source: Tensor, index: Tensor) -> Tensor:
     """`source[index]`, with zeros where the index is negative."""
     if source.shape[0] == 0:
         return source.new_zeros((*index.shape, *source.shape[1:]))
+    missing = index < 0
+    if not bool(missing.any()):
+        # The common case, without a second pass over the rows.
+        return source.index_select(0, index.flatten()).unflatten(0, index.shape)
     taken = source[index.clamp(min=0).to(torch.int64)]
-    return taken.masked_fill(_expand(index < 0, taken), 0)
+    return taken.masked_fill_(_expand(missing, taken), 0)
 
 
 def scatter_rows(target: Tensor, index: Tensor, values: Tensor) -> None:

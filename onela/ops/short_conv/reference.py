@@ -92,26 +92,23 @@ def short_conv_step_ref(
     check_float("records_x", records_x, None, conv_dim)
     check_index("slots", slots, N)
     check_index("ancestors", ancestors, N, None)
-    row_prompts = spread(prompts, cu_rows, N)
-    row_depths = spread(depths, cu_rows, N, fill=0)
-    live = (slots >= 0) & (row_prompts >= 0)
-    row_prompts = row_prompts.where(live, row_prompts.new_full((), -1))
     dtype = compute_dtype(x)
-    out = weight[:, -1].to(dtype) * x.to(dtype)
-    depth_axis = ancestors.shape[1]
-    for back in range(1, kernel_size):
-        step = row_depths - back
-        if depth_axis:
-            slot = ancestors.gather(1, step.clamp(min=0)[:, None])[:, 0]
-        else:
-            slot = slots.new_full((N,), -1)
-        slot = slot.where(live & (step >= 0), slot.new_full((), -1))
-        taken = gather_rows(records_x, slot)
-        # Before the first decode step lies the prompt: one back from step 0 is its last input.
-        tail = gather_rows(conv_state.permute(0, 2, 1), row_prompts)
-        column = (kernel_size - 1 + step).clamp(0, kernel_size - 2)
-        past = tail[torch.arange(N, device=x.device), column]
-        value = torch.where((step >= 0)[:, None], taken.to(dtype), past.to(dtype))
-        out = out + weight[:, kernel_size - 1 - back].to(dtype) * value
+    taps = weight.to(dtype)
+    out = taps[:, -1] * x.to(dtype)
+    live = (slots >= 0) & (spread(prompts, cu_rows, N) >= 0)
+    bounds = cu_rows.tolist()
+    for r, (p, depth) in enumerate(zip(prompts.tolist(), depths.tolist())):
+        if p < 0 or bounds[r] == bounds[r + 1]:
+            continue
+        rows = slice(bounds[r], bounds[r + 1])
+        for back in range(1, min(kernel_size - 1, depth) + 1):
+            taken = gather_rows(records_x, ancestors[rows, depth - back])
+            out[rows] += taps[:, kernel_size - 1 - back] * taken
+        if depth < kernel_size - 1:
+            # Before the first decode step lies the prompt: its tail is the same for all beams of the request.
+            tail = conv_state[p, :, depth:].to(dtype)
+            out[rows] += (taps[:, : kernel_size - 1 - depth] * tail).sum(-1)
+    if not bool(live.all()):
+        out.masked_fill_(~live[:, None], 0)
     scatter_rows(records_x, slots.where(live, slots.new_full((), -1)), x)
-    return F.silu(out).masked_fill(~live[:, None], 0).to(x.dtype)
+    return F.silu(out).to(x.dtype)
