@@ -63,7 +63,7 @@ def qwen3_config(**overrides: Any) -> Qwen3Config:
 MIXTURE: dict[str, Any] = {
     "num_experts": 6,
     "num_experts_per_tok": 3,
-    "moe_intermediate_size": 20,
+    "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 28,
 }
 
@@ -116,21 +116,21 @@ def save_qwen3_5(
 
 
 def save_qwen3(
-    path: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any
+    path: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, gain: float = 2.0, **overrides: Any
 ) -> Qwen3ForCausalLM:
     """Save a tiny dense Qwen3 model and return it."""
-    return save(Qwen3ForCausalLM(qwen3_config(**overrides)), path, seed, dtype)
+    return save(Qwen3ForCausalLM(qwen3_config(**overrides)), path, seed, dtype, gain)
 
 
 def save_qwen3_next(
-    path: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any
+    path: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, gain: float = 2.0, **overrides: Any
 ) -> Qwen3NextForCausalLM:
     """Save a tiny Qwen3-Next model and return it."""
-    return save(Qwen3NextForCausalLM(qwen3_next_config(**overrides)), path, seed, dtype)
+    return save(Qwen3NextForCausalLM(qwen3_next_config(**overrides)), path, seed, dtype, gain)
 
 
 def save_qwen3_5_moe(
-    path: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any
+    path: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, gain: float = 2.0, **overrides: Any
 ) -> Qwen3_5MoeForCausalLM:
     """Save a tiny Qwen3.5-MoE text model and return it."""
-    return save(Qwen3_5MoeForCausalLM(qwen3_5_moe_config(**overrides)), path, seed, dtype)
+    return save(Qwen3_5MoeForCausalLM(qwen3_5_moe_config(**overrides)), path, seed, dtype, gain)

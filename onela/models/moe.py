@@ -86,7 +86,7 @@ class SparseMLP(nn.Module):
         hidden = swiglu(grouped_linear(x[order // k], self.experts.gate_up_proj, ends))
         rows = torch.empty(N * k, x.shape[-1], dtype=x.dtype, device=x.device)
         rows[order] = grouped_linear(hidden, self.experts.down_proj, ends)
-        return (rows.view(N, k, -1).float() * weights.float()[..., None]).sum(1).to(x.dtype)
+        return (rows.view(N, k, x.shape[-1]).float() * weights.float()[..., None]).sum(1).to(x.dtype)
 
 
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -101,7 +101,9 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     Numerics: on a GPU with bf16 one grouped matrix product of torch's, without waiting for the device; otherwise one
         product per group that has rows, which reads `ends` on the host.
     """
-    if x.is_cuda and x.dtype == torch.bfloat16 and x.shape[0]:
+    # The grouped product wants rows that start at multiples of 16 bytes.
+    aligned = x.shape[1] % 8 == 0 and weight.shape[1] % 8 == 0
+    if x.is_cuda and x.dtype == torch.bfloat16 and aligned and x.shape[0]:
         product = getattr(F, "grouped_mm", None) or torch._grouped_mm
         return product(x, weight.transpose(1, 2), offs=ends)
     out = x.new_empty(x.shape[0], weight.shape[1])
