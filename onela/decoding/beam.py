@@ -70,6 +70,8 @@ class BeamSearch:
         *,
         normalizer: str = "level",
         log_normalizer: Tensor | None = None,
+        allowed: Tensor | None = None,
+        allowed_rows: Sequence[int] | None = None,
     ) -> list[Beams]:
         """Extend the beams of several requests that stand before the same level.
 
@@ -78,6 +80,8 @@ class BeamSearch:
             logits: [N, C] fp32, rows of the requests one after the other.
             beams: the requests' beams, N in all. widths: survivors to keep of each request.
             normalizer: "level", "allowed", or "vocabulary" with `log_normalizer` [N] given.
+            allowed: [F, words] int32, masks over the trie's edges of this level, 32 to a word. allowed_rows: the mask
+                of each request, -1 for a request without one.
         Returns:
             The survivors of each request, `width` places each; fewer live where fewer are legal.
         """
@@ -92,6 +96,8 @@ class BeamSearch:
             trie_nodes=torch.cat([b.trie_nodes for b in beams]),
             child_offsets=None if self.trie is None else self.trie.offsets[level],
             child_codes=None if self.trie is None else self.trie.codes[level],
+            child_allowed=allowed,
+            allowed_rows=None if allowed_rows is None else torch.tensor(allowed_rows, device=device),
             normalizer=normalizer if log_normalizer is None else log_normalizer,  # type: ignore[arg-type]
         )
         survivors = []
@@ -113,10 +119,13 @@ class BeamSearch:
             out += width
         return survivors
 
-    def limit_widths(self, widths: Sequence[int], codebook_sizes: Sequence[int]) -> tuple[int, ...]:
+    def limit_widths(
+        self, widths: Sequence[int], codebook_sizes: Sequence[int], num_nodes: Sequence[int] | None = None
+    ) -> tuple[int, ...]:
         """Widths with places that no beam can ever fill left out.
 
-        A step cannot have more beams than its parents have children, nor than the trie has nodes on that level.
+        A step cannot have more beams than its parents have children, nor than the trie has nodes on that level, or
+        than `num_nodes` of them are left by a filter.
         """
         limited = []
         previous = 1
@@ -124,6 +133,8 @@ class BeamSearch:
             possible = previous * codebook_sizes[level]
             if self.trie is not None:
                 possible = min(possible, self.trie.num_nodes(level + 1))
+            if num_nodes is not None:
+                possible = min(possible, num_nodes[level])
             previous = min(width, possible)
             limited.append(previous)
         return tuple(limited)

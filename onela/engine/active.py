@@ -10,7 +10,9 @@ from torch import Tensor
 
 from onela.decoding import BeamParams, Beams
 from onela.engine.request import Request, Result
+from onela.engine.served import ServedCatalog
 from onela.errors import OneLAError
+from onela.items import Eligibility
 from onela.state import BeamTree, PromptState
 
 
@@ -22,6 +24,8 @@ class ActiveRequest:
         request, params, prompt_token_ids: what was asked.
         asked: items to return. widths: beams after each step, impossible ones left out.
         prompt: its place in the prompt pool. first_slot, first_row: its extents of record slots and of beam places.
+        served: the catalogue that it began with. eligibility: what it may get; None: everything.
+        mask_row: its row of the served catalogue's masks, once it has one.
         beams: living beams. tree: their ancestors.
         invalid: [] bool tensor, set when the model produced something that cannot be ranked.
         arrived_at, deadline: seconds on the scheduler's clock; deadline None: as long as it takes.
@@ -38,6 +42,9 @@ class ActiveRequest:
     widths: tuple[int, ...]
     beams: Beams
     tree: BeamTree
+    served: ServedCatalog
+    eligibility: Eligibility | None = None
+    mask_row: int | None = None
     prompt: PromptState | None = None
     first_slot: int = 0
     first_row: int = 0

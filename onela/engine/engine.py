@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from onela.config import EngineConfig
-from onela.decoding import BeamParams, Beams, BeamSearch
+from onela.decoding import BeamParams, Beams
 from onela.engine.active import ActiveRequest
 from onela.engine.request import Request, Result
-from onela.engine.results import make_result
+from onela.engine.results import empty_result, make_result
 from onela.engine.runner import Runner
 from onela.engine.scheduler import Batch, Scheduler
+from onela.engine.served import ServedCatalog
 from onela.engine.tokenizer import load_tokenizer
 from onela.errors import (
     CancelledError,
@@ -59,8 +60,6 @@ class Engine:
     ) -> None:
         self.model = model
         self.vocabulary = vocabulary
-        # Legal continuations are looked up in the vocabulary's code order.
-        self.catalog = catalog = None if catalog is None else catalog.bind(vocabulary)
         self.config = config or EngineConfig()
         self.tokenizer = tokenizer
         self.device = model.lm_head.weight.device
@@ -103,7 +102,12 @@ class Engine:
         token_ids = [torch.as_tensor(vocabulary.token_ids(level)) for level in range(vocabulary.num_levels)]
         self.runner = Runner(model, self.state, token_ids)
         self.scheduler = Scheduler(self.config, prompts, records)
-        self.search = BeamSearch(None if catalog is None else catalog.trie.to(self.device))
+        self.served = ServedCatalog.prepare(catalog, vocabulary, self.device)
+
+    @property
+    def catalog(self) -> ItemCatalog | None:
+        """The catalogue that new requests are answered from."""
+        return self.served.catalog
 
     @classmethod
     def from_pretrained(
@@ -220,8 +224,11 @@ class Engine:
             raise RequestError(
                 "prompt_token_ids", f"at most {limit} tokens for this model", value=f"{len(tokens)} tokens"
             )
-        widths = self.search.limit_widths(asked_widths, self.vocabulary.codebook_sizes)
-        return ActiveRequest(
+        served = self.served
+        eligibility = served.compile(request)
+        num_nodes = None if eligibility is None else eligibility.num_nodes
+        widths = served.search.limit_widths(asked_widths, self.vocabulary.codebook_sizes, num_nodes)
+        active = ActiveRequest(
             request=request,
             params=params,
             prompt_token_ids=tokens,
@@ -229,9 +236,14 @@ class Engine:
             widths=widths,
             beams=Beams.root(self.device),
             tree=BeamTree.root(1, self.device),
+            served=served,
+            eligibility=eligibility,
             arrived_at=arrived_at,
             deadline=None if request.timeout_s is None else arrived_at + request.timeout_s,
         )
+        if eligibility is not None and eligibility.is_empty:
+            active.outcome = empty_result(active)
+        return active
 
     def _tokens(self, request: Request) -> list[int]:
         """The prompt's tokens. Raises `RequestError`."""
@@ -256,23 +268,27 @@ class Engine:
         return tokens
 
     def _select(self, batch: Batch, hidden: Sequence[Tensor]) -> list[Beams]:
-        """Choose the survivors of every request; requests that stand before the same level are chosen together."""
-        groups: dict[tuple[int, str], list[int]] = {}
+        """Choose the survivors of every request; requests of one catalogue before one level are chosen together."""
+        groups: dict[tuple[ServedCatalog, int, str], list[int]] = {}
         requests = batch.requests
         for i, request in enumerate(requests):
-            groups.setdefault((request.level, request.params.normalizer), []).append(i)
+            groups.setdefault((request.served, request.level, request.params.normalizer), []).append(i)
         survivors: dict[int, Beams] = {}
-        for (level, normalizer), members in groups.items():
+        for (served, level, normalizer), members in groups.items():
             rows = torch.cat([hidden[i] for i in members])
             logits = self.runner.level_logits(rows, level)
             usable = torch.isfinite(logits.amax(-1)) & torch.isfinite(logits.amin(-1))
-            chosen = self.search.step(
+            mask_rows = [_mask_row(requests[i]) for i in members]
+            masks = served.masks if any(row >= 0 for row in mask_rows) else None
+            chosen = served.search.step(
                 level,
                 logits,
                 [requests[i].beams for i in members],
                 [requests[i].widths[level] for i in members],
                 normalizer=normalizer,
                 log_normalizer=self.runner.log_normalizer(rows) if normalizer == "vocabulary" else None,
+                allowed=None if masks is None else masks.level(level),
+                allowed_rows=None if masks is None else mask_rows,
             )
             row = 0
             for i, beams in zip(members, chosen):
@@ -303,7 +319,7 @@ class Engine:
             name = request.request.request_id or "request"
             return NumericsError(f"logits: {name}: the model produced NaN or infinite logits")
         try:
-            return make_result(request, self.vocabulary, self.catalog, now=self.scheduler.clock())
+            return make_result(request, self.vocabulary, now=self.scheduler.clock())
         except Exception as error:  # one request's answer, say an unreadable title, is no one else's trouble
             return _engine_error(error)
 
@@ -324,8 +340,19 @@ class Engine:
         if request.outcome is not None:
             return False
         self.scheduler.release(request)
+        if request.mask_row is not None and request.served.masks is not None:
+            request.served.masks.release(request.mask_row)
         request.outcome = outcome
         return True
+
+
+def _mask_row(request: ActiveRequest) -> int:
+    """The request's row of masks, taken when it first chooses; -1 when everything is eligible."""
+    if request.eligibility is None or request.served.masks is None:
+        return -1
+    if request.mask_row is None:
+        request.mask_row = request.served.masks.acquire(request.eligibility)
+    return request.mask_row
 
 
 def _engine_error(error: Exception) -> EngineError:

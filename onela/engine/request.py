@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from onela.decoding import BeamParams
 from onela.errors import RequestError
 
-FinishReason = Literal["stop", "exhausted"]
+FinishReason = Literal["stop", "exhausted", "filtered"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,8 @@ class Request:
         priority: a waiting request of higher priority is admitted first; ordinary is 0.
         timeout_s: seconds from arrival after which the request is given up; None: as long as it takes. Among
             requests of one priority the one that must end first is admitted first.
+        exclude_item_ids: items never to return. allow_item_ids: the only items to return; None: no such limit.
+        filter: attribute of the catalogue's metadata -> value, or list of values of which an item must have one.
     """
 
     prompt_token_ids: Sequence[int] | None = None
@@ -33,6 +35,9 @@ class Request:
     request_id: str | None = None
     priority: int = 0
     timeout_s: float | None = None
+    exclude_item_ids: Sequence[int | str] | None = None
+    allow_item_ids: Sequence[int | str] | None = None
+    filter: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.priority, bool) or not isinstance(self.priority, int):
@@ -114,7 +119,9 @@ class Result:
 
     Attributes:
         items: distinct SIDs in order of score, equal scores in order of SID.
-        finish_reason: "stop": as many items as were asked for; "exhausted": there were fewer legal ones.
+        finish_reason: "stop": as many items as were asked for; "exhausted": there were fewer legal ones;
+            "filtered": the request's filters leave nothing, and so does this answer.
+        reason: in words, why there are fewer than were asked for.
         usage: counts. request_id: as given. catalog_version: of the catalogue that the items come from.
         timings: where the time went.
     """
@@ -125,3 +132,4 @@ class Result:
     request_id: str | None = None
     catalog_version: str | None = field(default=None)
     timings: Timings | None = field(default=None, compare=False)
+    reason: str | None = field(default=None)

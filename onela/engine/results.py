@@ -6,14 +6,12 @@ import torch
 
 from onela.engine.active import ActiveRequest
 from onela.engine.request import FinishReason, RecommendedItem, Result, Timings, Usage
-from onela.items import ItemCatalog, SidVocabulary
+from onela.items import SidVocabulary
 
 
-def make_result(
-    request: ActiveRequest, vocabulary: SidVocabulary, catalog: ItemCatalog | None, *, now: float
-) -> Result:
+def make_result(request: ActiveRequest, vocabulary: SidVocabulary, *, now: float) -> Result:
     """Order a finished request's beams by score and look up their items; `now` is on the scheduler's clock."""
-    beams, params = request.beams, request.params
+    beams, params, catalog = request.beams, request.params, request.served.catalog
     scores = beams.cum_logprobs.cpu()
     # Beams stand in order of their SIDs, and a stable sort keeps that order among equal scores.
     order = torch.sort(scores, descending=True, stable=True).indices
@@ -30,6 +28,8 @@ def make_result(
     items = []
     for i, score in enumerate(scores[order].tolist()):
         found = catalog.items_of(leaves[i]) if catalog is not None and complete else []
+        if request.eligibility is not None:
+            found = request.eligibility.keep(found)
         items.append(
             RecommendedItem(
                 sid=tuple(level[i] for level in sids),
@@ -40,10 +40,14 @@ def make_result(
                 token_ids=tuple(level[i] for level in tokens),
             )
         )
-    reason: FinishReason = "stop" if len(items) == request.asked else "exhausted"
+    enough = len(items) == request.asked
+    finish_reason: FinishReason = "stop" if enough else "exhausted"
     return Result(
         items=tuple(items),
-        finish_reason=reason,
+        finish_reason=finish_reason,
+        reason=None
+        if enough
+        else f"{request.asked} were asked for, {num_legal} legal ones were in the beams",
         usage=Usage(
             prompt_tokens=len(request.prompt_token_ids),
             completion_tokens=length,
@@ -51,8 +55,22 @@ def make_result(
             num_legal=num_legal,
         ),
         request_id=request.request.request_id,
-        catalog_version=None if catalog is None else catalog.version,
+        catalog_version=request.served.version,
         timings=_timings(request, now),
+    )
+
+
+def empty_result(request: ActiveRequest) -> Result:
+    """The answer to a request whose filters leave nothing: known before anything has run."""
+    usage = Usage(len(request.prompt_token_ids), 0, (), 0)
+    return Result(
+        items=(),
+        finish_reason="filtered",
+        reason="no item of the catalogue is left by exclude_item_ids, allow_item_ids and filter",
+        usage=usage,
+        request_id=request.request.request_id,
+        catalog_version=request.served.version,
+        timings=Timings(0.0, 0.0, 0.0, 0.0),
     )
 
 

@@ -15,7 +15,7 @@ from onela.errors import CatalogError, ConfigError
 from onela.items import storage
 from onela.items.assembly import Assembled, assemble
 from onela.items.builder import CatalogBuilder, CatalogItem, add_items, to_json
-from onela.items.columns import CatalogColumns, StringColumn, id_column
+from onela.items.columns import CatalogColumns, IdColumn, StringColumn, id_column
 from onela.items.detect import detect_format
 from onela.items.readers import ReadOptions, read_catalog
 from onela.items.trie import ItemTrie
@@ -238,6 +238,21 @@ class ItemCatalog:
             f"codebook_sizes={self.codebook_sizes}, version={self.version!r})"
         )
 
+    @property
+    def item_offsets(self) -> np.ndarray:
+        """[num_sids + 1]; the items of SID s are `item_offsets[s] : item_offsets[s + 1]`. Never write into it."""
+        return self._parts.item_offsets
+
+    @property
+    def id_kind(self) -> str:
+        """ "int" or "str": what all item ids are."""
+        return self._parts.columns.ids.kind
+
+    @property
+    def metadata_texts(self) -> StringColumn | None:
+        """The items' metadata as JSON text, None if no item has any."""
+        return self._parts.columns.metadata
+
     # ---- SIDs
 
     def lookup(self, sids: Any) -> np.ndarray:
@@ -301,6 +316,32 @@ class ItemCatalog:
                 return item
             place += 1
         return None
+
+    def find_many(self, item_ids: Sequence[int | str]) -> np.ndarray:
+        """The items of many ids, [M] int64; -1 where there is none. No Python per id but for hash collisions."""
+        keys, column = self._parts.id_keys, self._parts.columns.ids
+        result = np.full(len(item_ids), -1, dtype=np.int64)
+        kind = str if column.kind == "str" else int
+        known = np.flatnonzero([isinstance(i, kind) and not isinstance(i, bool) for i in item_ids])
+        if kind is int:
+            known = np.array([k for k in known.tolist() if -(2**63) <= item_ids[k] < 2**63], dtype=np.int64)
+        if len(known) == 0:
+            return result
+        asked: list[Any] = [item_ids[k] for k in known.tolist()]
+        wanted = IdColumn(id_column(asked))
+        wanted_keys = wanted.keys()
+        place = np.minimum(np.searchsorted(keys, wanted_keys), len(keys) - 1)
+        items = self._parts.id_rows[place].astype(np.int64)
+        hit = keys[place] == wanted_keys
+        if isinstance(wanted.values, StringColumn) and isinstance(column.values, StringColumn):
+            same = hit.copy()
+            same[hit] = column.values.take(items[hit]).equals(wanted.values.take(np.flatnonzero(hit)))
+            for k in np.flatnonzero(hit & ~same).tolist():  # another string with the same hash
+                found = self.find(asked[k])
+                items[k], same[k] = (0, False) if found is None else (found, True)
+            hit = same
+        result[known[hit]] = items[hit]
+        return result
 
     def __contains__(self, item_id: int | str) -> bool:
         return self.find(item_id) is not None

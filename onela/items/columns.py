@@ -74,6 +74,16 @@ class StringColumn:
             data[start:stop] = self.data[np.repeat(shift, lengths[part]) + np.arange(start, stop)]
         return StringColumn(data, offsets, None if self.valid is None else self.valid[rows])
 
+    def equals(self, other: StringColumn) -> np.ndarray:
+        """Where two columns of the same length hold the same text, [n] bool."""
+        lengths = np.diff(self.offsets)
+        same = lengths == np.diff(other.offsets)
+        rows = np.flatnonzero(same & (lengths > 0))
+        if len(rows):
+            left, right = self.take(rows), other.take(rows)
+            same[rows] = np.logical_and.reduceat(left.data == right.data, left.offsets[:-1])
+        return same
+
     def sort_within(self, rows: np.ndarray, groups: np.ndarray) -> np.ndarray:
         """Rows in the order of their strings (by code point) inside each group; `groups` ascends.
 

@@ -136,5 +136,6 @@ def check_nothing_is_held(engine: Engine) -> None:
     assert scheduler.rows.num_taken == 0
     assert engine.state.records.slots.num_taken == 0
     assert prompts.places.num_taken == 0
+    assert engine.served.masks is None or engine.served.masks.num_taken == 0
     cache = getattr(scheduler, "cache", None)
     assert prompts.pages.num_taken == (0 if cache is None else cache.num_pages)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from onela.errors import ShapeError
-from onela.ops._checks import check_float, check_index
+from onela.ops._checks import check_float, check_index, check_shape
+from onela.ops.indexing import spread
 
 NEG_INF = float("-inf")
 
@@ -22,6 +23,8 @@ def beam_select_ref(
     trie_nodes: Tensor,
     child_offsets: Tensor | None = None,
     child_codes: Tensor | None = None,
+    child_allowed: Tensor | None = None,
+    allowed_rows: Tensor | None = None,
     normalizer: Literal["level", "allowed"] | Tensor = "level",
     num_out: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -37,6 +40,9 @@ def beam_select_ref(
         child_offsets: [num_nodes+1], child_codes: [num_edges] int32: legal codes of a node, ascending; a
             child's node is its
             place in `child_codes`. None: every code is legal, and children are numbered 0.
+        child_allowed: [F, ceil(num_edges/32)] int32, rows may be strided: bit `e % 32` of word `e // 32` says
+            whether edge `e` may be taken. allowed_rows: [B] int32, the row of `child_allowed` that holds for a
+            request; PAD: none, all its edges may be taken. An edge that may not be taken is not legal.
         normalizer: what the logits of a row are normalised over: "level", all C codes; "allowed", the legal
             ones; or a tensor [N] of log-normalizers (for example of the whole vocabulary).
         num_out: M, at least `cu_out[-1]`; None: `cu_out[-1]`, which a kernel can only learn by waiting for
@@ -61,8 +67,17 @@ def beam_select_ref(
     check_index("cu_out", cu_out, cu_rows.shape[0])
     if (child_offsets is None) != (child_codes is None):
         raise ShapeError("child_offsets and child_codes: give both or neither")
+    if (child_allowed is None) != (allowed_rows is None):
+        raise ShapeError("child_allowed and allowed_rows: give both or neither")
     logits = logits.to(torch.float32)
     rows, codes, children = _candidates(trie_nodes, cum_logprobs, C, child_offsets, child_codes)
+    if child_allowed is not None and allowed_rows is not None:
+        check_index("allowed_rows", allowed_rows, cu_rows.shape[0] - 1)
+        if child_codes is None:
+            raise ShapeError("child_allowed: needs child_offsets and child_codes")
+        check_shape("child_allowed", child_allowed, None, -(-child_codes.shape[0] // 32))
+        legal = _may_be_taken(children, spread(allowed_rows, cu_rows, N)[rows], child_allowed)
+        rows, codes, children = rows[legal], codes[legal], children[legal]
     raw = logits[rows, codes]
     if isinstance(normalizer, Tensor):
         check_float("normalizer", normalizer, N)
@@ -108,6 +123,14 @@ def _candidates(
     starts = counts.cumsum(0) - counts
     children = torch.arange(rows.shape[0], device=nodes.device) - starts[rows] + first[rows]
     return rows, child_codes[children].to(torch.int64), children
+
+
+def _may_be_taken(edges: Tensor, mask_rows: Tensor, child_allowed: Tensor) -> Tensor:
+    """Whether each edge's bit is set in its row of the masks; PAD: no mask."""
+    if child_allowed.shape[0] == 0:
+        return mask_rows < 0
+    words = child_allowed[mask_rows.clamp(min=0), edges >> 5]
+    return (mask_rows < 0) | ((words >> (edges & 31).to(torch.int32)) & 1).bool()
 
 
 def _segment_logsumexp(values: Tensor, rows: Tensor, N: int) -> Tensor:

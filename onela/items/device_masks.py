@@ -1,0 +1,85 @@
+"""The node masks of requests on the device where the beams are."""
+
+from __future__ import annotations
+
+import weakref
+
+import numpy as np
+import torch
+
+from onela.items.eligibility import Eligibility, EligibilityIndex, EligibleBase
+
+
+class MaskPool:
+    """One row of bits per request under way; requests that are content with a base share its row.
+
+    Args:
+        index: what the eligibilities were compiled by.
+        device: where the rows live.
+    """
+
+    def __init__(self, index: EligibilityIndex, device: torch.device) -> None:
+        self.level_words = index.level_words
+        self.device = device
+        self.rows = torch.zeros(0, index.level_words[-1], dtype=torch.int32, device=device)
+        self._users: dict[int, int] = {}
+        self._shared: dict[int, EligibleBase] = {}
+        # A base is brought to the device once and lives there for as long as anyone has it here.
+        self._bases: weakref.WeakKeyDictionary[EligibleBase, torch.Tensor] = weakref.WeakKeyDictionary()
+
+    @property
+    def num_taken(self) -> int:
+        """Rows in use."""
+        return len(self._users)
+
+    def acquire(self, eligibility: Eligibility) -> int:
+        """Write a request's mask into a row and return its number."""
+        base = eligibility.base
+        shared = base is not None and len(eligibility.places) == 0
+        if shared:
+            for row, kept in self._shared.items():
+                if kept is base:
+                    self._users[row] += 1
+                    return row
+        row = self._free_row()
+        self._users[row] = 1
+        target = self.rows[row]
+        places = torch.from_numpy(eligibility.places).to(self.device)
+        words = torch.from_numpy(eligibility.words.view(np.int32)).to(self.device)
+        if base is None:
+            target.zero_()
+            target[places] = words
+        else:
+            target.copy_(self._base(base))
+            target[places] &= ~words
+        if shared and base is not None:
+            self._shared[row] = base
+        return row
+
+    def release(self, row: int) -> None:
+        """Count one user of a row less; a row without users is free."""
+        self._users[row] -= 1
+        if not self._users[row]:
+            del self._users[row]
+            self._shared.pop(row, None)
+
+    def level(self, level: int) -> torch.Tensor:
+        """[num_rows, words] int32: bit `e % 32` of word `e // 32` says whether edge `e` of the level may be taken."""
+        return self.rows[:, self.level_words[level] : self.level_words[level + 1]]
+
+    def _base(self, base: EligibleBase) -> torch.Tensor:
+        found = self._bases.get(base)
+        if found is None:
+            found = torch.from_numpy(base.words.view(np.int32)).to(self.device)
+            self._bases[base] = found
+        return found
+
+    def _free_row(self) -> int:
+        for row in range(len(self.rows)):
+            if row not in self._users:
+                return row
+        count = len(self.rows)
+        grown = torch.zeros(max(4, count * 3 // 2), self.rows.shape[1], dtype=torch.int32, device=self.device)
+        grown[:count] = self.rows
+        self.rows = grown
+        return count

@@ -1,0 +1,245 @@
+"""Which items a request may get: filters and lists of ids, compiled to the nodes of the trie that still lead somewhere.
+
+A *base* is what many requests share: all items, or those that match an attribute filter. It is pushed up the trie once
+and kept. What one request excludes is then a few thousand nodes at most: the leaves that lose their last item, and of
+their ancestors those that lose their last child, found by counting, without touching the rest of the trie.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from onela.errors import RequestError
+from onela.items.attributes import AttributeIndex, Filter
+from onela.items.catalog import ItemCatalog
+
+MAX_BASES = 16
+
+
+@dataclass(frozen=True, eq=False)
+class EligibleBase:
+    """Nodes that lead to an item of a set of items.
+
+    Attributes:
+        items: [num_items] bool; None: all of them.
+        words: [num_words] uint32, one bit per node of levels 1 to `num_levels`, each level from a word of its own.
+        num_children: per level, eligible children of each node, int32; None: all of them.
+        num_nodes: eligible nodes of levels 1 to `num_levels`.
+    """
+
+    items: np.ndarray | None
+    words: np.ndarray
+    num_children: tuple[np.ndarray, ...] | None
+    num_nodes: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Eligibility:
+    """What one request may get: a base, changed in a few words.
+
+    Attributes:
+        base: what it starts from; None: from nothing.
+        places, words: [M] int64 and [M] uint32: words to be cleared of bits (`base & ~word`), or without a base set.
+        num_nodes: eligible nodes of levels 1 to `num_levels`.
+        excluded: items taken from the base, ascending. allowed: all there are, without a base, ascending.
+    """
+
+    base: EligibleBase | None
+    places: np.ndarray
+    words: np.ndarray
+    num_nodes: tuple[int, ...]
+    excluded: np.ndarray
+    allowed: np.ndarray
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is left."""
+        return self.num_nodes[-1] == 0
+
+    def keep(self, items: Sequence[int]) -> list[int]:
+        """Those of `items` that are eligible, in their order: some items of an eligible SID may not be."""
+        array = np.asarray(items, dtype=np.int64)
+        if self.base is None:
+            kept = np.isin(array, self.allowed)
+        else:
+            kept = ~np.isin(array, self.excluded)
+            if self.base.items is not None:
+                kept &= self.base.items[array]
+        return array[kept].tolist()
+
+
+class EligibilityIndex:
+    """Compiles the filters of requests over one catalogue. May be used from several threads.
+
+    Args:
+        catalog: the items.
+        max_bases: how many attribute filters are kept compiled, the latest used ones.
+
+    Attributes:
+        level_words: first word of each level 1 to `num_levels`, and the number of words after them.
+    """
+
+    def __init__(self, catalog: ItemCatalog, *, max_bases: int = MAX_BASES) -> None:
+        self.catalog = catalog
+        trie = catalog.trie
+        self.num_levels = trie.num_levels
+        words = [-(-trie.num_nodes(level) // 32) for level in range(1, self.num_levels + 1)]
+        self.level_words = (0, *np.cumsum(words).tolist())
+        self.max_bases = max_bases
+        self._bases: OrderedDict[Filter, EligibleBase] = OrderedDict()
+        self._attributes: AttributeIndex | None = None
+        self._everything: EligibleBase | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def attributes(self) -> AttributeIndex:
+        """The metadata by value; read when it is first needed, which takes a while for a large catalogue."""
+        with self._lock:
+            if self._attributes is None:
+                self._attributes = AttributeIndex(self.catalog)
+            return self._attributes
+
+    def compile(
+        self,
+        *,
+        exclude_item_ids: Sequence[int | str] | None = None,
+        allow_item_ids: Sequence[int | str] | None = None,
+        filter: Mapping[str, Any] | None = None,
+    ) -> Eligibility | None:
+        """Work out what a request may get; None: everything.
+
+        Args:
+            exclude_item_ids: never these. Ids that the catalogue does not have are passed over.
+            allow_item_ids: none but these. None: no such limit; an empty list: nothing at all.
+            filter: attribute -> value or list of values; an item must have one of the values of every attribute.
+        Raises:
+            RequestError: names the field and what is wrong with it.
+        """
+        if not exclude_item_ids and allow_item_ids is None and not filter:
+            return None
+        parsed = self.attributes.parse(filter) if filter else ()
+        base = self._base(parsed)
+        excluded = self._items("exclude_item_ids", exclude_item_ids or ())
+        if allow_item_ids is not None:
+            allowed = np.setdiff1d(
+                self._items("allow_item_ids", allow_item_ids), excluded, assume_unique=True
+            )
+            return self._only(allowed if base.items is None else allowed[base.items[allowed]])
+        return self._without(base, excluded if base.items is None else excluded[base.items[excluded]])
+
+    def _items(self, field: str, item_ids: Sequence[int | str]) -> np.ndarray:
+        """Distinct items of ids, ascending."""
+        kind = self.catalog.id_kind
+        expected = str if kind == "str" else int
+        for item_id in item_ids:
+            if not isinstance(item_id, expected) or isinstance(item_id, bool):
+                names = {"str": "strings", "int": "integers"}
+                raise RequestError(field, f"the catalogue's ids are {names[kind]}", value=item_id)
+        items = self.catalog.find_many(item_ids)
+        return np.unique(items[items >= 0])
+
+    def _base(self, filter: Filter) -> EligibleBase:
+        with self._lock:
+            if not filter:
+                if self._everything is None:
+                    self._everything = self._all_items()
+                return self._everything
+            if filter in self._bases:
+                self._bases.move_to_end(filter)
+                return self._bases[filter]
+        base = self._push_up(self.attributes.matching(filter))
+        with self._lock:
+            self._bases[filter] = base
+            while len(self._bases) > self.max_bases:
+                self._bases.popitem(last=False)
+        return base
+
+    def _all_items(self) -> EligibleBase:
+        trie = self.catalog.trie
+        num_nodes = tuple(trie.num_nodes(level) for level in range(1, self.num_levels + 1))
+        words = np.concatenate([_pack(np.ones(count, dtype=bool)) for count in num_nodes])
+        return EligibleBase(None, words, None, num_nodes)
+
+    def _push_up(self, items: np.ndarray) -> EligibleBase:
+        """From a mask of items to masks of nodes, level by level. Every node has a child, every leaf an item."""
+        trie = self.catalog.trie
+        nodes = np.logical_or.reduceat(items, self.catalog.item_offsets[:-1])
+        words, counts, num_children = [_pack(nodes)], [int(nodes.sum())], []
+        for level in reversed(range(self.num_levels)):
+            children = np.add.reduceat(nodes, trie.offsets[level][:-1], dtype=np.int32)
+            num_children.append(children)
+            nodes = children > 0
+            if level:
+                words.append(_pack(nodes))
+                counts.append(int(nodes.sum()))
+        return EligibleBase(
+            items, np.concatenate(words[::-1]), tuple(num_children[::-1]), tuple(counts[::-1])
+        )
+
+    def _without(self, base: EligibleBase, excluded: np.ndarray) -> Eligibility:
+        """The base less some of its items. `excluded` is distinct and inside the base."""
+        trie, offsets = self.catalog.trie, self.catalog.item_offsets
+        leaves, lost = np.unique(_owner(offsets, excluded), return_counts=True)
+        nodes = leaves[lost == _counts(offsets, base.items, leaves)]
+        closed = [nodes]
+        for level in reversed(range(1, self.num_levels)):
+            parents, lost = np.unique(_owner(trie.offsets[level], nodes), return_counts=True)
+            if base.num_children is None:
+                children = trie.offsets[level][parents + 1] - trie.offsets[level][parents]
+            else:
+                children = base.num_children[level][parents]
+            nodes = parents[lost == children]
+            closed.append(nodes)
+        closed.reverse()
+        num_nodes = tuple(count - len(nodes) for count, nodes in zip(base.num_nodes, closed))
+        return Eligibility(base, *self._bits(closed), num_nodes, excluded, np.zeros(0, dtype=np.int64))
+
+    def _only(self, allowed: np.ndarray) -> Eligibility:
+        """Some items and nothing else."""
+        trie = self.catalog.trie
+        nodes = np.unique(_owner(self.catalog.item_offsets, allowed))
+        opened = [nodes]
+        for level in reversed(range(1, self.num_levels)):
+            nodes = np.unique(_owner(trie.offsets[level], nodes))
+            opened.append(nodes)
+        opened.reverse()
+        num_nodes = tuple(len(nodes) for nodes in opened)
+        return Eligibility(None, *self._bits(opened), num_nodes, np.zeros(0, dtype=np.int64), allowed)
+
+    def _bits(self, nodes: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """Distinct nodes of every level as the words that they lie in, and their bits in them."""
+        place = np.concatenate([start + (level >> 5) for start, level in zip(self.level_words, nodes)])
+        bit = np.concatenate([np.uint32(1) << (level & 31).astype(np.uint32) for level in nodes])
+        if len(place) == 0:
+            return place, bit
+        # Nodes ascend level by level, and so do their words.
+        first = np.flatnonzero(np.diff(place, prepend=-1))
+        return place[first], np.bitwise_or.reduceat(bit, first)
+
+
+def _owner(offsets: np.ndarray, members: np.ndarray) -> np.ndarray:
+    """Which stretch of `offsets` each member lies in, [M] int64."""
+    return np.searchsorted(offsets, members, side="right").astype(np.int64) - 1
+
+
+def _counts(offsets: np.ndarray, mask: np.ndarray | None, owners: np.ndarray) -> np.ndarray:
+    """How many members of each stretch the mask has, [M]."""
+    starts = offsets[owners].astype(np.int64)
+    sizes = offsets[owners + 1] - starts
+    if mask is None or len(owners) == 0:
+        return sizes
+    before = np.cumsum(sizes) - sizes
+    members = np.arange(int(sizes.sum())) + np.repeat(starts - before, sizes)
+    return np.add.reduceat(mask[members], before, dtype=np.int64)
+
+
+def _pack(mask: np.ndarray) -> np.ndarray:
+    """[n] bool to [ceil(n / 32)] uint32, bit `i % 32` of word `i // 32`."""
+    packed = np.packbits(mask, bitorder="little")
+    return np.pad(packed, (0, -len(packed) % 4)).view("<u4").astype(np.uint32, copy=False)
