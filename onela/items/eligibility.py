@@ -225,7 +225,8 @@ class EligibilityIndex:
 
 def _owner(offsets: np.ndarray, members: np.ndarray) -> np.ndarray:
     """Which stretch of `offsets` each member lies in, [M] int64."""
-    return np.searchsorted(offsets, members, side="right").astype(np.int64) - 1
+    # Of another dtype, numpy would convert all the offsets.
+    return np.searchsorted(offsets, members.astype(offsets.dtype), side="right").astype(np.int64) - 1
 
 
 def _counts(offsets: np.ndarray, mask: np.ndarray | None, owners: np.ndarray) -> np.ndarray:
