@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -64,7 +65,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     """Read a JSONL file of objects, `-` for standard input. Raises `CheckpointError` that names the line."""
     name = "standard input" if str(path) == "-" else str(path)
     try:
-        text = typer.get_text_stream("stdin").read() if str(path) == "-" else path.read_text(encoding="utf-8")
+        text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{name}: not readable ({error})") from None
     rows = []

@@ -1,0 +1,151 @@
+"""The command line, run as a user would."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from onela.cli.main import app
+from tests.engine.helpers import random_sids, save_qwen3_5, vocabulary_of
+
+SIZES = (5, 6, 4)
+
+
+@dataclass
+class Done:
+    """What a command printed."""
+
+    stdout: str
+    stderr: str
+
+
+def run(*args: str, code: int = 0, stdin: str = "") -> Done:
+    """Run a command in this process, as `onela` would."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        mock.patch("sys.stdin", io.StringIO(stdin)),
+        pytest.raises(SystemExit) as caught,
+    ):
+        app(list(args))
+    assert (caught.value.code or 0) == code, err.getvalue() + out.getvalue()
+    return Done(out.getvalue(), err.getvalue())
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    path = tmp_path_factory.mktemp("cli")
+    save_qwen3_5(path / "model")
+    vocabulary = vocabulary_of(*SIZES)
+    levels = [vocabulary.token_ids(level).tolist() for level in range(3)]
+    (path / "vocabulary.json").write_text(json.dumps(levels))
+    rows = [{"item_id": i, "sid": sid, "title": f"Film {i}"} for i, sid in enumerate(random_sids(40, SIZES))]
+    (path / "items.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {name: str(path / name) for name in ("model", "vocabulary.json", "items.jsonl")}
+
+
+def arguments(files: dict[str, str]) -> list[str]:
+    return [files["model"], "--catalog", files["items.jsonl"], "--vocabulary", files["vocabulary.json"]]
+
+
+def test_recommend(files: dict[str, str]) -> None:
+    done = run("recommend", *arguments(files), "--tokens", "1,2,3", "--tokens", "4 5", "-n", "3", "--json")
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(answers) == 2
+    for answer in answers:
+        assert len(answer["items"]) == 3
+        assert answer["finish_reason"] == "stop"
+        assert answer["items"][0]["titles"][0].startswith("Film ")
+    table = run("recommend", *arguments(files), "--tokens", "1,2,3", "-n", "3").stdout
+    assert "Film" in table
+    assert "cum_logprob" in table
+
+
+def test_recommend_from_a_file_and_from_standard_input(files: dict[str, str], tmp_path: Path) -> None:
+    lines = [{"prompt_token_ids": [7], "request_id": "u1"}, {"prompt_token_ids": [8], "params": {"n": 2}}]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "requests.jsonl").write_text(text)
+    from_file = run(
+        "recommend", *arguments(files), "--requests", str(tmp_path / "requests.jsonl"), "--json"
+    ).stdout
+    from_input = run("recommend", *arguments(files), "--requests", "-", "--json", stdin=text).stdout
+
+    def answers(output: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in output.splitlines()]
+
+    assert [a["request_id"] for a in answers(from_file)] == ["u1", None]
+    assert [len(a["items"]) for a in answers(from_file)] == [10, 2]
+    assert [a["items"] for a in answers(from_file)] == [a["items"] for a in answers(from_input)]
+
+
+def test_verify(files: dict[str, str]) -> None:
+    done = run("verify", *arguments(files), "--beam-width", "16", "--prompt-tokens", "40", "--json")
+    report = json.loads(done.stdout)
+    assert {line["backend"] for line in report["backends"]} >= {
+        "replay",
+        "full_state_copy",
+        "replay_ssm_shared",
+    }
+    assert report["max_score_difference"] < 1e-4
+    assert all(line["overlap"] == 1.0 for line in report["backends"])
+
+
+def test_capacity_of_the_published_case_and_of_a_model(files: dict[str, str]) -> None:
+    lines = json.loads(run("capacity", "--json").stdout)
+    ratios = {
+        (line["tokens"], line["accounting"], line["backend"]): (
+            line["persistent_ratio"],
+            line["written_ratio"],
+        )
+        for line in lines
+    }
+    persistent, written = ratios[3, "published accounting", "replay"]
+    assert (round(persistent, 1), round(written)) == (56.5, 127)
+    assert round(ratios[7, "published accounting", "replay"][0], 1) == 20.3
+    assert ratios[3, "own default", "replay"][0] >= 110
+    assert len(json.loads(run("capacity", files["model"], "-O", "3", "--json").stdout)) == 7
+
+
+def test_catalog_check(files: dict[str, str], tmp_path: Path) -> None:
+    facts = json.loads(run("catalog", "check", files["items.jsonl"], "--json").stdout)
+    assert (facts["items"], facts["sids"], facts["levels"]) == (40, 40, 3)
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"item_id": 1, "sid": [0, 0, 0]}\n{"item_id": 2, "sid": [0, 0]}\n')
+    assert "line 2" in run("catalog", "check", str(broken), code=2).stderr
+
+
+def test_errors_are_one_line_and_exit_code_2(files: dict[str, str]) -> None:
+    for args in (
+        ["recommend", "/nowhere", "--tokens", "1"],
+        ["recommend", *arguments(files)],
+        ["recommend", *arguments(files), "--tokens", "1,x"],
+        ["recommend", *arguments(files), "--tokens", "1", "--normalizer", "none"],
+        ["recommend", files["model"], "--tokens", "1"],
+    ):
+        error = run(*args, code=2).stderr.strip()
+        assert error.startswith("onela: ")
+        assert len(error.splitlines()) == 1, error
+
+
+def test_version_and_help() -> None:
+    assert json.loads(run("version", "--json").stdout)["onela"]
+    text = run("--help").stdout
+    for command in ("recommend", "capacity", "catalog", "verify", "version"):
+        assert command in text
+
+
+def test_the_entry_point_leaves_with_the_exit_code() -> None:
+    command = [sys.executable, "-m", "onela.cli.main", "recommend", "/nowhere", "--tokens", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("onela: ")

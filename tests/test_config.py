@@ -1,0 +1,39 @@
+"""Options: one source, read once, nothing unknown."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from onela import ConfigError, EngineConfig
+
+
+def test_environment_then_arguments() -> None:
+    environ = {"ONELA_PAGE_SIZE": "32", "ONELA_MAX_SLOTS": "none", "ONELA_DTYPE": "float32", "HOME": "/"}
+    config = EngineConfig.from_env(environ, page_size=16)
+    assert (config.page_size, config.max_slots, config.dtype) == (16, None, "float32")
+
+
+@pytest.mark.parametrize(
+    ("environ", "options", "name"),
+    [
+        ({"ONELA_PAGE_SIZES": "3"}, {}, "ONELA_PAGE_SIZES"),
+        ({"ONELA_PAGE_SIZE": "many"}, {}, "ONELA_PAGE_SIZE"),
+        ({}, {"page_size": 0}, "page_size"),
+        ({}, {"page_size": True}, "page_size"),
+        ({}, {"max_slots": -1}, "max_slots"),
+        ({}, {"recurrent_backend": "mamba"}, "recurrent_backend"),
+        ({}, {"record_dtype": "fp8"}, "record_dtype"),
+        ({}, {"beams": 3}, "beams"),
+    ],
+)
+def test_unusable_values_are_named(environ: dict[str, str], options: dict[str, Any], name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        EngineConfig.from_env(environ, **options)
+
+
+def test_every_option_says_what_it_is() -> None:
+    for option in dataclasses.fields(EngineConfig):
+        assert option.metadata["help"], option.name
