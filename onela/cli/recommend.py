@@ -36,7 +36,8 @@ def recommend(
     requests: Annotated[
         Path | None,
         typer.Option(
-            "--requests", help="JSONL with prompt_token_ids or prompt per line; '-' for standard input."
+            "--requests",
+            help="JSONL with prompt_token_ids, prompt or messages per line; '-' for standard input.",
         ),
     ] = None,
     catalog: CatalogOption = None,
@@ -100,7 +101,7 @@ def _parse_tokens(text: str) -> list[int]:
 
 
 def _parse_request(row: dict[str, Any]) -> Request:
-    known = {"prompt_token_ids", "prompt", "request_id", "params"}
+    known = {"prompt_token_ids", "prompt", "messages", "request_id", "params"}
     for name in row:
         if name not in known:
             raise RequestError(name, f"unknown field; known are {', '.join(sorted(known))}")
@@ -108,6 +109,7 @@ def _parse_request(row: dict[str, Any]) -> Request:
     return Request(
         prompt_token_ids=row.get("prompt_token_ids"),
         prompt=row.get("prompt"),
+        messages=row.get("messages"),
         request_id=row.get("request_id"),
         params=None if params is None else BeamParams.parse(params),
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import Tensor
 from onela.config import EngineConfig
 from onela.decoding import BeamParams, Beams
 from onela.engine.active import ActiveRequest
+from onela.engine.prompting import PromptEncoder, PromptOptions
 from onela.engine.request import Request, Result
 from onela.engine.results import empty_result, make_result
 from onela.engine.runner import Runner
@@ -46,7 +46,8 @@ class Engine:
         vocabulary: which tokens are the codes of which SID level.
         catalog: the items; None: every combination of codes is legal, and results carry no items.
         config: options.
-        tokenizer: turns `Request.prompt` into tokens; None: only token prompts are taken.
+        tokenizer: turns `Request.prompt` and `Request.messages` into tokens; None: only token prompts are taken.
+        prompt_options: how it does.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Engine:
         *,
         config: EngineConfig | None = None,
         tokenizer: Any = None,
+        prompt_options: PromptOptions | None = None,
     ) -> None:
         self.model = model
         self.vocabulary = vocabulary
@@ -68,6 +70,7 @@ class Engine:
             raise ConfigError(
                 f"vocabulary: token {vocabulary.max_token_id} lies outside the model's {model.config.vocab_size}"
             )
+        self.prompt_encoder = PromptEncoder(tokenizer, vocabulary, model.config.vocab_size, prompt_options)
         record_dtype = (
             dtype if self.config.record_dtype == "auto" else getattr(torch, self.config.record_dtype)
         )
@@ -116,16 +119,19 @@ class Engine:
         *,
         catalog: str | Path | ItemCatalog | None = None,
         vocabulary: SidVocabulary | None = None,
+        forced_prefix: str = "auto",
+        chat_template: bool = False,
+        enable_thinking: bool = False,
         **options: Any,
     ) -> Engine:
         """Load a Hugging Face directory.
 
         Args:
             path: directory with `config.json`, `*.safetensors` and, for text prompts and for finding the SID
-                tokens, a
-                tokenizer. Its `generation_config.json` is not read: nothing in it may cut beams.
+                tokens, a tokenizer. Its `generation_config.json` is not read: nothing in it may cut beams.
             catalog: an `ItemCatalog`, or a file or directory that `ItemCatalog.load` reads.
             vocabulary: which tokens are SID codes; None: found in the tokenizer.
+            forced_prefix, chat_template, enable_thinking: how text becomes tokens, see `PromptOptions`.
             options: fields of `EngineConfig` (`device`, `dtype`, `recurrent_backend`, ...).
         Raises:
             CheckpointError, ConfigError, VocabularyError, CatalogError: what cannot be loaded, and why.
@@ -142,7 +148,10 @@ class Engine:
         if catalog is not None and not isinstance(catalog, ItemCatalog):
             catalog = ItemCatalog.load(catalog, vocabulary=vocabulary)
         model = load_model(path, dtype=config.dtype, device=device)
-        return cls(model, vocabulary, catalog, config=config, tokenizer=tokenizer)
+        prompt_options = PromptOptions(forced_prefix, chat_template, enable_thinking)
+        return cls(
+            model, vocabulary, catalog, config=config, tokenizer=tokenizer, prompt_options=prompt_options
+        )
 
     def generate(self, requests: Sequence[Request], params: BeamParams | None = None) -> list[Result]:
         """Answer several requests together.
@@ -217,7 +226,7 @@ class Engine:
         """
         arrived_at = self.scheduler.clock()
         params = request.params or params or BeamParams()
-        tokens = self._tokens(request)
+        tokens = self.prompt_encoder.encode(request)
         asked_widths = params.widths(self.vocabulary.num_levels)
         limit = self.model.config.max_position_embeddings - len(asked_widths) + 1
         if len(tokens) > limit:
@@ -244,28 +253,6 @@ class Engine:
         if eligibility is not None and eligibility.is_empty:
             active.outcome = empty_result(active)
         return active
-
-    def _tokens(self, request: Request) -> list[int]:
-        """The prompt's tokens. Raises `RequestError`."""
-        if request.prompt is not None:
-            if self.tokenizer is None:
-                raise RequestError("prompt", "this engine has no tokenizer; give prompt_token_ids")
-            tokens = list(self.tokenizer(request.prompt)["input_ids"])
-            field = "prompt"
-        else:
-            tokens = list(request.prompt_token_ids or [])
-            field = "prompt_token_ids"
-        if not tokens:
-            raise RequestError(field, "at least one token is needed", value=request.prompt or [])
-        size = self.model.config.vocab_size
-        for place, token in enumerate(tokens):
-            try:
-                tokens[place] = operator.index(token)
-            except TypeError:
-                raise RequestError(field, f"token {place} is not a whole number", value=token) from None
-            if not 0 <= tokens[place] < size:
-                raise RequestError(field, f"token {place} lies outside the vocabulary of {size}", value=token)
-        return tokens
 
     def _select(self, batch: Batch, hidden: Sequence[Tensor]) -> list[Beams]:
         """Choose the survivors of every request; requests of one catalogue before one level are chosen together."""

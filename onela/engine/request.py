@@ -15,22 +15,26 @@ FinishReason = Literal["stop", "exhausted", "filtered"]
 
 @dataclass(frozen=True)
 class Request:
-    """One user's prompt. Give exactly one of `prompt_token_ids` and `prompt`.
+    """One user's prompt. Give exactly one of `prompt_token_ids`, `prompt` and `messages`.
 
     Attributes:
-        prompt_token_ids: the prompt as tokens.
+        prompt_token_ids: the prompt as tokens, run as they are.
         prompt: the prompt as text, for the checkpoint's tokenizer.
+        messages: a conversation, each message with `role` and `content`, for the checkpoint's chat template.
         params: options of this request; None: those handed to `generate`.
         request_id: a name of the caller's, given back with the result.
         priority: a waiting request of higher priority is admitted first; ordinary is 0.
         timeout_s: seconds from arrival after which the request is given up; None: as long as it takes. Among
             requests of one priority the one that must end first is admitted first.
         exclude_item_ids: items never to return. allow_item_ids: the only items to return; None: no such limit.
+        session_id: whose prompt it is. The prompt cache keeps the latest prompt of a session longer than others, and gives
+            up the session's older ones first; replicas are chosen by it.
         filter: attribute of the catalogue's metadata -> value, or list of values of which an item must have one.
     """
 
     prompt_token_ids: Sequence[int] | None = None
     prompt: str | None = None
+    messages: Sequence[Mapping[str, str]] | None = None
     params: BeamParams | None = None
     request_id: str | None = None
     priority: int = 0
@@ -38,14 +42,17 @@ class Request:
     exclude_item_ids: Sequence[int | str] | None = None
     allow_item_ids: Sequence[int | str] | None = None
     filter: Mapping[str, Any] | None = None
+    session_id: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.priority, bool) or not isinstance(self.priority, int):
             raise RequestError("priority", "a whole number is expected", value=self.priority)
         if self.timeout_s is not None and not (_is_number(self.timeout_s) and self.timeout_s > 0):
             raise RequestError("timeout_s", "a number of seconds above 0 is expected", value=self.timeout_s)
-        if (self.prompt_token_ids is None) == (self.prompt is None):
-            raise RequestError("prompt_token_ids", "give either prompt_token_ids or prompt, and not both")
+        if sum(given is not None for given in (self.prompt_token_ids, self.prompt, self.messages)) != 1:
+            raise RequestError(
+                "prompt_token_ids", "give exactly one of prompt_token_ids, prompt and messages"
+            )
 
 
 def _is_number(value: Any) -> bool:
@@ -90,12 +97,14 @@ class Usage:
     Attributes:
         prompt_tokens: tokens of the prompt. completion_tokens: tokens written per item.
         beam_widths: places that each step really had. num_legal: distinct legal SIDs among the last beams.
+        cached_tokens: tokens of the prompt that were not run, for the prompt cache had their state.
     """
 
     prompt_tokens: int
     completion_tokens: int
     beam_widths: tuple[int, ...]
     num_legal: int
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True)
