@@ -49,7 +49,7 @@ def assemble(columns: CatalogColumns, duplicates: str = "error") -> Assembled:
     if duplicates not in DUPLICATES:
         raise ConfigError(f"duplicates: {duplicates!r}, expected one of {', '.join(DUPLICATES)}")
     id_keys = columns.ids.keys()
-    id_order = np.argsort(id_keys, kind="stable")
+    id_order = np.argsort(id_keys)
     id_keys = id_keys[id_order]
     groups = _duplicate_groups(columns.ids, id_keys, id_order)
     if groups:
@@ -84,7 +84,7 @@ def assemble(columns: CatalogColumns, duplicates: str = "error") -> Assembled:
 
 
 def _duplicate_groups(ids: IdColumn, keys: np.ndarray, order: np.ndarray) -> list[list[int]]:
-    """Rows that carry the same id, in row order; `order` is stable, so rows ascend within equal keys."""
+    """Rows that carry the same id, each group in row order."""
     same = np.flatnonzero(keys[1:] == keys[:-1])
     if len(same) == 0:
         return []
