@@ -1,7 +1,7 @@
 """End to end on a CPU: OneLA's backends beside `transformers.generate`, on one small Qwen3.5 hybrid.
 
-What is timed is a request: prompt in, items out. Before anything is timed, OneLA's sequences and scores are held against
-those of `transformers` at 8 beams.
+What is timed is a request: prompt in, items out. Before anything is timed, OneLA's sequences and scores are held
+against those of `transformers` at 8 beams.
 
     python -m bench.cpu [--beams 32 128 512] [--no-transformers]
 """
@@ -13,6 +13,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,9 @@ def vocabulary() -> SidVocabulary:
 
 def hf_generate(model: Any, prompt: list[int], beams: int) -> Any:
     """`transformers`' beam search, restricted to the codes of each level as a recommender would."""
-    levels = [list(range(FIRST + level * CODEBOOK, FIRST + (level + 1) * CODEBOOK)) for level in range(LEVELS)]
+    levels = [
+        list(range(FIRST + level * CODEBOOK, FIRST + (level + 1) * CODEBOOK)) for level in range(LEVELS)
+    ]
     return model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
@@ -91,7 +94,9 @@ def check(engine: Engine, model: Any, prompt: list[int]) -> None:
         raise SystemExit("gate: sequences differ from transformers' at 8 beams; nothing was timed")
     worst = max(abs(a - b) for a, b in zip(scores, expected.sequences_scores.tolist()))
     if worst > 1e-4:
-        raise SystemExit(f"gate: scores differ from transformers' by {worst:.1e} at 8 beams; nothing was timed")
+        raise SystemExit(
+            f"gate: scores differ from transformers' by {worst:.1e} at 8 beams; nothing was timed"
+        )
 
 
 def seconds(run: Callable[[], Any], samples: int) -> list[float]:
@@ -106,7 +111,9 @@ def seconds(run: Callable[[], Any], samples: int) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--beams", type=int, nargs="+", default=[32, 128, 512])
     parser.add_argument("--prompt", type=int, default=256, help="tokens of the prompt")
     parser.add_argument("--samples", type=int, default=5, help="timed runs of each of OneLA's backends")
@@ -127,17 +134,19 @@ def main() -> None:
         }
     check(engine, model, prompt)
     parameters = sum(p.numel() for p in model.parameters())
-    table = Table(title=f"{parameters / 1e6:.1f}M parameters, prompt {options.prompt}, {LEVELS} tokens, seconds a request")
+    table = Table(
+        title=f"{parameters / 1e6:.1f}M parameters, prompt {options.prompt}, {LEVELS} tokens, seconds a request"
+    )
     for column in ("beams", "arm", "median", "min", "max", "against replay"):
         table.add_column(column, justify="right")
     for beams in options.beams:
         request = Request(prompt_token_ids=prompt)
         params = BeamParams(beam_width=beams)
         arms: dict[str, tuple[Callable[[], Any], int]] = {
-            name: (lambda e=e: e.generate([request], params), options.samples) for name, e in engines.items()
+            name: (partial(e.generate, [request], params), options.samples) for name, e in engines.items()
         }
         if not options.no_transformers:
-            arms["transformers"] = (lambda b=beams: hf_generate(model, prompt, b), options.hf_samples)
+            arms["transformers"] = (partial(hf_generate, model, prompt, beams), options.hf_samples)
         reference = 0.0
         for arm, (run, samples) in arms.items():
             times = seconds(run, samples)
