@@ -1,0 +1,178 @@
+"""From text and messages to tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from onela import ConfigError, Request, RequestError, SidVocabulary
+from onela.engine.prompting import PromptEncoder, PromptOptions
+from tests.fixtures import make_tokenizer
+
+SIDS = [f"<s_{level}_{code}>" for level in "ab" for code in range(3)]
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return make_tokenizer(SIDS, ("<|sid_begin|>", "<|sid_end|>"))
+
+
+def encoder(tokenizer: Any, vocab_size: int | None = None, **options: Any) -> PromptEncoder:
+    vocabulary = SidVocabulary.from_tokenizer(tokenizer)
+    return PromptEncoder(tokenizer, vocabulary, vocab_size or len(tokenizer), PromptOptions(**options))
+
+
+def words(tokenizer: Any, tokens: list[int]) -> str:
+    return tokenizer.decode(tokens)
+
+
+class FixedTokenizer:
+    """Knows one answer, and 0 as the unknown token."""
+
+    unk_token_id = 0
+
+    def __init__(self, ids: list[int]) -> None:
+        self.ids = ids
+
+    def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
+        return {"input_ids": self.ids}
+
+
+class TestForcedPrefix:
+    def test_auto_is_the_begin_token(self, tokenizer: Any) -> None:
+        tokens = encoder(tokenizer).encode(Request(prompt="Hello"))
+        assert words(tokenizer, tokens) == "Hello<|sid_begin|>"
+
+    def test_is_not_doubled(self, tokenizer: Any) -> None:
+        tokens = encoder(tokenizer).encode(Request(prompt="Hello<|sid_begin|>"))
+        assert words(tokenizer, tokens) == "Hello<|sid_begin|>"
+        tokens = encoder(tokenizer).encode(Request(prompt="Hello<|sid_begin|> "))
+        assert words(tokenizer, tokens) == "Hello<|sid_begin|> <|sid_begin|>"
+
+    def test_none(self, tokenizer: Any) -> None:
+        tokens = encoder(tokenizer, forced_prefix="").encode(Request(prompt="Hello"))
+        assert words(tokenizer, tokens) == "Hello"
+
+    def test_auto_without_a_begin_token(self) -> None:
+        tokenizer = make_tokenizer(SIDS)
+        assert encoder(tokenizer).forced_prefix == []
+
+    def test_any_text(self, tokenizer: Any) -> None:
+        longer = encoder(tokenizer, forced_prefix="Next: <|sid_begin|>")
+        assert words(tokenizer, longer.encode(Request(prompt="A. "))) == "A. Next: <|sid_begin|>"
+        assert (
+            words(tokenizer, longer.encode(Request(prompt="A. Next: <|sid_begin|>")))
+            == "A. Next: <|sid_begin|>"
+        )
+
+    def test_tokens_are_taken_as_they_are(self, tokenizer: Any) -> None:
+        assert encoder(tokenizer).encode(Request(prompt_token_ids=(5, 6))) == [5, 6]
+
+    @pytest.mark.parametrize("prefix", [None, 3])
+    def test_no_text(self, tokenizer: Any, prefix: Any) -> None:
+        with pytest.raises(ConfigError, match="forced_prefix: text is expected"):
+            encoder(tokenizer, forced_prefix=prefix)
+
+    def test_without_a_tokenizer(self, tokenizer: Any) -> None:
+        vocabulary = SidVocabulary.from_token_ids([[5], [6]], begin_token_id=4)
+        with pytest.raises(ConfigError, match="forced_prefix: 'x' needs a tokenizer"):
+            PromptEncoder(None, vocabulary, 10, PromptOptions(forced_prefix="x"))
+        assert PromptEncoder(None, vocabulary, 10).encode(Request(prompt_token_ids=[1])) == [1]
+
+    def test_a_token_that_the_tokenizer_lacks(self) -> None:
+        vocabulary = SidVocabulary.from_token_ids([[5], [6]])
+        for ids in ([], [0]):
+            with pytest.raises(ConfigError, match="the tokenizer has no tokens for '<x>'"):
+                PromptEncoder(FixedTokenizer(ids), vocabulary, 10, PromptOptions(forced_prefix="<x>"))
+
+    def test_a_token_that_the_model_lacks(self, tokenizer: Any) -> None:
+        size = tokenizer.convert_tokens_to_ids("<|sid_begin|>")
+        with pytest.raises(
+            ConfigError, match=f"forced_prefix: token {size} lies outside the model's vocabulary"
+        ):
+            encoder(tokenizer, size)
+
+
+class TestMessages:
+    def test_an_empty_think_block(self, tokenizer: Any) -> None:
+        messages = [{"role": "system", "content": "Be brief."}, *HELLO]
+        tokens = encoder(tokenizer).encode(Request(messages=messages))
+        assert words(tokenizer, tokens) == (
+            "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n"
+            "<|im_start|>assistant\n<think>\n\n</think>\n\n<|sid_begin|>"
+        )
+
+    def test_thinking(self, tokenizer: Any) -> None:
+        tokens = encoder(tokenizer, enable_thinking=True, forced_prefix="").encode(Request(messages=HELLO))
+        assert words(tokenizer, tokens) == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+
+    def test_text_through_the_template(self, tokenizer: Any) -> None:
+        chatting = encoder(tokenizer, chat_template=True)
+        assert chatting.encode(Request(prompt="Hello")) == chatting.encode(Request(messages=HELLO))
+
+    def test_no_template(self) -> None:
+        tokenizer = make_tokenizer(SIDS)
+        tokenizer.chat_template = None
+        with pytest.raises(RequestError, match="messages: the checkpoint's tokenizer has no chat template"):
+            encoder(tokenizer).encode(Request(messages=HELLO))
+        with pytest.raises(RequestError, match="prompt: the checkpoint's tokenizer has no chat template"):
+            encoder(tokenizer, chat_template=True).encode(Request(prompt="Hello"))
+
+    def test_a_template_that_refuses(self) -> None:
+        tokenizer = make_tokenizer(SIDS)
+        tokenizer.chat_template = "{{ raise_exception('system first') }}"
+        with pytest.raises(RequestError, match="messages: the chat template refuses it: system first"):
+            encoder(tokenizer).encode(Request(messages=HELLO))
+
+    @pytest.mark.parametrize(
+        ("messages", "field"),
+        [
+            ([], "messages"),
+            ("Hello", "messages"),
+            ({"role": "user", "content": "x"}, "messages"),
+            (["Hello"], "messages[0]"),
+            ([*HELLO, {"content": "x"}], "messages[1].role"),
+            ([{"role": "user"}], "messages[0].content"),
+            ([{"role": "user", "content": [{"type": "text", "text": "x"}]}], "messages[0].content"),
+        ],
+    )
+    def test_malformed(self, tokenizer: Any, messages: Any, field: str) -> None:
+        with pytest.raises(RequestError) as caught:
+            encoder(tokenizer).encode(Request(messages=messages))
+        assert caught.value.field == field
+
+
+class TestRefused:
+    def test_no_tokenizer(self) -> None:
+        bare = PromptEncoder(None, SidVocabulary.from_token_ids([[5], [6]]), 10)
+        for request in (Request(prompt="x"), Request(messages=HELLO)):
+            with pytest.raises(RequestError, match="this engine has no tokenizer; give prompt_token_ids"):
+                bare.encode(request)
+
+    @pytest.mark.parametrize(
+        ("prompt", "message"),
+        [
+            ({"prompt": ""}, "prompt: at least one character is needed"),
+            ({"prompt": 3}, "prompt: text is expected"),
+            ({"prompt_token_ids": []}, "prompt_token_ids: at least one token is needed"),
+            ({"prompt_token_ids": [1, 2.5]}, "prompt_token_ids: token 1 is not a whole number"),
+            ({"prompt_token_ids": [1, 10000]}, "prompt_token_ids: token 1 lies outside the vocabulary"),
+            ({"prompt_token_ids": [-1]}, "prompt_token_ids: token 0 lies outside the vocabulary"),
+        ],
+    )
+    def test_unusable_prompts(self, tokenizer: Any, prompt: dict[str, Any], message: str) -> None:
+        with pytest.raises(RequestError, match=message):
+            encoder(tokenizer).encode(Request(**prompt))
+
+    def test_text_beyond_the_model(self, tokenizer: Any) -> None:
+        with pytest.raises(RequestError, match="prompt: token 1 lies outside the vocabulary of 264"):
+            encoder(tokenizer, 264, forced_prefix="").encode(Request(prompt="<s_a_2><s_b_2>"))
+
+    @pytest.mark.parametrize(
+        "given", [{}, {"prompt": "x", "messages": HELLO}, {"prompt": "x", "prompt_token_ids": [1]}]
+    )
+    def test_exactly_one_kind_of_prompt(self, given: dict[str, Any]) -> None:
+        with pytest.raises(RequestError, match="give exactly one of prompt_token_ids, prompt and messages"):
+            Request(**given)
