@@ -14,16 +14,23 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 @dataclass(frozen=True)
 class ReplayConfig:
-    """One way to cut a replay: tile sizes, warps, pipeline stages, and programs wanted per multiprocessor."""
+    """One way to cut a replay.
+
+    Args:
+        block_w: beams of a tile.
+        block_v: value columns of a program; its state block takes `4 * K * block_v` bytes of shared memory.
+        num_warps: warps of a program.
+        stages: records in flight ahead of their use, through shared memory; 1: through registers.
+        prefetch: bring the next tile's rows to the L2 cache while this one is computed.
+        programs_per_sm: programs wanted on each multiprocessor.
+    """
 
     block_w: int = 32
     block_v: int = 128
     num_warps: int = 4
-    stages: int = 2
-    unroll: bool = False
+    stages: int = 1
     prefetch: bool = False
     programs_per_sm: int = 2
-    max_registers: int | None = None
 
 
 @lru_cache(maxsize=16)
@@ -32,6 +39,12 @@ def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@lru_cache(maxsize=16)
+def has_wgmma(device: torch.device) -> bool:
+    """Whether the device multiplies from shared memory (Hopper), which leaves registers for larger tiles."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def choose_splits(

@@ -38,18 +38,32 @@ def load_state(
 
 
 @triton.jit
-def project(b_xq, b_xk, b_high, b_low, UPCAST: tl.constexpr):
-    """Both rows of every beam times the state [K, BLOCK_V], as fp32: bf16 rows meet both halves, wider ones their sum.
+def stacked_rows(BLOCK_W: tl.constexpr):
+    """Beam of every row of a stacked tile, and whether the row is its k: eight q rows, their eight k rows, and so on.
 
-    One product of twice the rows, so that the state's operand is read once and never kept in registers.
+    One product then serves q and k, the state's operand is read once, and a thread of a tensor core's tile owns
+    q and k of the same beam, so that taking the product apart moves nothing.
     """
-    b_x = tl.join(b_xq, b_xk).permute(0, 2, 1).reshape(2 * b_xq.shape[0], b_xq.shape[1])
-    if UPCAST or b_xq.dtype != tl.bfloat16:
+    o_x = tl.arange(0, 2 * BLOCK_W)
+    return (o_x // 16) * 8 + o_x % 8, (o_x // 8) % 2 == 1
+
+
+@triton.jit
+def unstack(b_x):
+    """The q rows and the k rows of a stacked tile [2 * BLOCK_W, X]."""
+    b_x = b_x.reshape(b_x.shape[0] // 16, 2, 8, b_x.shape[1]).permute(0, 2, 3, 1)
+    b_q, b_k = tl.split(b_x)
+    return b_q.reshape(b_q.shape[0] * 8, b_q.shape[2]), b_k.reshape(b_k.shape[0] * 8, b_k.shape[2])
+
+
+@triton.jit
+def project(b_x, b_high, b_low, UPCAST: tl.constexpr):
+    """Rows times the state [K, BLOCK_V], as fp32: bf16 rows meet both halves of the state, wider ones their sum."""
+    if UPCAST or b_x.dtype != tl.bfloat16:
         b_state = b_high.to(tl.float32) + b_low.to(tl.float32)
-        b_u = tl.dot(b_x.to(tl.float32), b_state, input_precision="ieee" if UPCAST else "tf32x3")
+        return tl.dot(b_x.to(tl.float32), b_state, input_precision="ieee" if UPCAST else "tf32x3")
     else:
-        b_u = tl.dot(b_x, b_low, tl.dot(b_x, b_high))
-    return tl.split(b_u.reshape(b_xq.shape[0], 2, b_high.shape[1]).permute(0, 2, 1))
+        return tl.dot(b_x, b_low, tl.dot(b_x, b_high))
 
 
 @triton.jit
@@ -89,12 +103,8 @@ def apply_record(
 
 
 @triton.jit
-def replay_rows(
-    b_xq,
-    b_xk,
-    b_v,
-    b_g,
-    b_beta,
+def replay_tile(
+    b_x,
     b_high,
     b_low,
     b_ancestors,
@@ -114,35 +124,44 @@ def replay_rows(
     MAX_DEPTH: tl.constexpr,
     DEPTH_TILE: tl.constexpr,
     STAGES: tl.constexpr,
-    UNROLL: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Replay a tile of beams: returns the output and the delta record, [BLOCK_W, BLOCK_V] fp32."""
-    o_d = tl.arange(0, DEPTH_TILE)
-    b_uq, b_uk = project(b_xq, b_xk, b_high, b_low, UPCAST)
-    b_q = b_xq.to(tl.float32)
-    b_k = b_xk.to(tl.float32)
-    if UNROLL:
-        for j in tl.static_range(MAX_DEPTH):
-            i_slot = tl.max(tl.where((o_d == j)[None, :], b_ancestors, -1), 1)
-            b_uq, b_uk = apply_record(
-                i_slot, b_q, b_k, b_uq, b_uk, p_records_g, p_records_delta, p_records_k,
-                i_h, i_hv, o_k, o_v, H, HV, K, V,
-            )  # fmt: skip
-    elif MAX_DEPTH > 0:
+    """Both projections at a stacked tile's parents, of unscaled rows; the scales of q and k; their scaled product."""
+    b_uq, b_uk = unstack(project(b_x, b_high, b_low, UPCAST))
+    b_q, b_k = unstack(b_x)
+    b_q = b_q.to(tl.float32)
+    b_k = b_k.to(tl.float32)
+    b_q_scale = scale * tl.rsqrt(tl.sum(b_q * b_q, 1) + 1e-6)
+    b_k_scale = tl.rsqrt(tl.sum(b_k * b_k, 1) + 1e-6)
+    b_qk = tl.sum(b_q * b_k, 1) * b_q_scale * b_k_scale
+    if MAX_DEPTH > 0:
+        o_d = tl.arange(0, DEPTH_TILE)
         for j in tl.range(0, depth, num_stages=STAGES):
             i_slot = tl.max(tl.where((o_d == j)[None, :], b_ancestors, -1), 1)
             b_uq, b_uk = apply_record(
                 i_slot, b_q, b_k, b_uq, b_uk, p_records_g, p_records_delta, p_records_k,
                 i_h, i_hv, o_k, o_v, H, HV, K, V,
             )  # fmt: skip
-    b_q_scale = scale * tl.rsqrt(tl.sum(b_q * b_q, 1) + 1e-6)
-    b_k_scale = tl.rsqrt(tl.sum(b_k * b_k, 1) + 1e-6)
-    b_qk = tl.sum(b_q * b_k, 1) * b_q_scale * b_k_scale
-    b_alpha = tl.exp(b_g)
-    b_delta = b_beta[:, None] * (b_v - b_uk * (b_alpha * b_k_scale)[:, None])
-    b_o = b_uq * (b_alpha * b_q_scale)[:, None] + b_delta * b_qk[:, None]
-    return b_o, b_delta * b_k_scale[:, None]
+    return b_uq, b_uk, b_q_scale, b_k_scale, b_qk
+
+
+@triton.jit
+def load_rows(p_row, i_rows, m_rows, i_head, o_x, s_n, s_h):
+    """One head's vector of every row, zeros where the mask is off."""
+    return tl.load(
+        p_row + (i_rows * s_n + i_head * s_h)[:, None] + o_x[None, :], mask=m_rows[:, None], other=0.0
+    )
+
+
+@triton.jit
+def gated_norm(b_o, b_z, b_weight, eps, V: tl.constexpr):
+    """Norm every row, round to the gate's dtype, times the weight, times silu of the gate."""
+    b_o = b_o * tl.rsqrt(tl.sum(b_o * b_o, 1) / V + eps)[:, None]
+    b_o = b_o.to(b_z.dtype).to(tl.float32) * b_weight.to(tl.float32)[None, :]
+    if b_weight.dtype == b_z.dtype:
+        b_o = b_o.to(b_z.dtype).to(tl.float32)
+    b_z = b_z.to(tl.float32)
+    return b_o * b_z / (1.0 + tl.exp(-b_z))
 
 
 @triton.jit
@@ -157,57 +176,51 @@ def load_request(p_cu_rows, p_prompts, p_depths, i_request, num_requests, num_ro
 
 
 @triton.jit
-def load_tile(
+def load_stacked(
     start,
     end,
-    depth,
     p_q,
     p_k,
-    p_v,
-    p_g,
-    p_beta,
     p_records_k,
     p_slots,
-    p_ancestors,
     s_q_n,
     s_q_h,
     s_k_n,
     s_k_h,
-    s_v_n,
-    s_v_h,
-    s_g,
-    s_beta,
-    s_ancestors,
     i_h,
-    i_hv,
-    o_w,
     o_k,
-    o_v,
     H: tl.constexpr,
     K: tl.constexpr,
-    DEPTH_TILE: tl.constexpr,
-    MAX_DEPTH: tl.constexpr,
     KEY_IS_RECORD: tl.constexpr,
+    BLOCK_W: tl.constexpr,
 ):
-    """Everything of a tile of rows but the ancestors' records; rows past `end` are zeros with a PAD slot."""
-    i_rows = (start + o_w).to(tl.int64)
-    m_rows = i_rows < end
-    i_slot = tl.load(p_slots + i_rows, mask=m_rows, other=-1).to(tl.int64)
-    m_live = i_slot >= 0
-    b_ancestors = load_ancestors(p_ancestors, i_rows, m_live, depth, s_ancestors, DEPTH_TILE, MAX_DEPTH)
-    p_rows = p_q + (i_rows * s_q_n + i_h * s_q_h)[:, None] + o_k[None, :]
-    b_xq = tl.load(p_rows, mask=m_rows[:, None], other=0.0)
+    """The q and k rows of a tile, stacked; rows past `end` are zeros."""
+    o_beam, m_key = stacked_rows(BLOCK_W)
+    i_beam = (start + o_beam).to(tl.int64)
+    m_x = i_beam < end
     if KEY_IS_RECORD:
-        p_key = p_records_k + ((i_slot * H + i_h) * K)[:, None] + o_k[None, :]
-        b_xk = tl.load(p_key, mask=m_live[:, None], other=0.0)
+        i_slot = tl.load(p_slots + i_beam, mask=m_x, other=-1).to(tl.int64)
+        m_x = m_x & (~m_key | (i_slot >= 0))
+        p_key = p_records_k + (i_slot * H + i_h) * K
     else:
-        p_key = p_k + (i_rows * s_k_n + i_h * s_k_h)[:, None] + o_k[None, :]
-        b_xk = tl.load(p_key, mask=m_rows[:, None], other=0.0)
-    p_value = p_v + (i_rows * s_v_n + i_hv * s_v_h)[:, None] + o_v[None, :]
-    b_v = tl.load(p_value, mask=m_rows[:, None], other=0.0)
-    b_g = tl.load(p_g + i_rows * s_g + i_hv, mask=m_rows, other=0.0).to(tl.float32)
-    b_beta = tl.load(p_beta + i_rows * s_beta + i_hv, mask=m_rows, other=0.0).to(tl.float32)
-    return i_slot, b_xq, b_xk, b_v, b_g, b_beta, b_ancestors
+        p_key = p_k + (i_beam * s_k_n + i_h * s_k_h)
+    p_x = tl.where(m_key, p_key, p_q + (i_beam * s_q_n + i_h * s_q_h))
+    return tl.load(p_x[:, None] + o_k[None, :], mask=m_x[:, None], other=0.0)
+
+
+@triton.jit
+def prefetch_rows(p_row, m_row, WIDTH: tl.constexpr):
+    """Ask for rows of WIDTH elements to be brought to the L2 cache; p_row and its mask are of any shape."""
+    LINE: tl.constexpr = 1024 // p_row.dtype.element_ty.primitive_bitwidth
+    for i in tl.static_range((WIDTH + LINE - 1) // LINE):
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+            "=r,l,r",
+            [(p_row + i * LINE).to(tl.int64), m_row.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit
@@ -239,11 +252,14 @@ def gated_delta_replay_kernel(
     p_cu_rows,
     p_prompts,
     p_depths,
+    p_z,
+    p_norm_weight,
     p_o,
     num_rows,
     num_requests,
     num_splits,
     scale,
+    norm_eps,
     s_q_n,
     s_q_h,
     s_k_n,
@@ -252,6 +268,7 @@ def gated_delta_replay_kernel(
     s_v_h,
     s_g,
     s_beta,
+    s_z,
     s_ancestors,
     H: tl.constexpr,
     HV: tl.constexpr,
@@ -262,10 +279,10 @@ def gated_delta_replay_kernel(
     BLOCK_W: tl.constexpr,
     BLOCK_V: tl.constexpr,
     STAGES: tl.constexpr,
-    UNROLL: tl.constexpr,
     PREFETCH: tl.constexpr,
     SPLIT_STATE: tl.constexpr,
     KEY_IS_RECORD: tl.constexpr,
+    NORM: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     i_split = tl.program_id(0)
@@ -288,44 +305,69 @@ def gated_delta_replay_kernel(
         return
     if begin >= end:
         return
+    if PREFETCH:
+        # The first tile and the second half of the state come while the first half is waited for.
+        i_rows = (begin + o_w).to(tl.int64)
+        prefetch_rows(p_q + i_rows * s_q_n + i_h * s_q_h, i_rows < end, K)
+        prefetch_rows(p_v + i_rows * s_v_n + i_hv * s_v_h + i_v * BLOCK_V, i_rows < end, BLOCK_V)
+        if SPLIT_STATE:
+            prefetch_rows(p_state + ((i_prompt * HV + i_hv) * 2 + 1) * (V * K) + o_v * K, o_v >= 0, K)
     b_high, b_low = load_state(p_state, i_prompt, i_hv, o_k, o_v, HV, K, V, SPLIT_STATE)
     step = num_splits * BLOCK_W
-    if PREFETCH:
-        i_slot, b_xq, b_xk, b_v, b_g, b_beta, b_ancestors = load_tile(
-            begin, end, depth, p_q, p_k, p_v, p_g, p_beta, p_records_k, p_slots, p_ancestors,
-            s_q_n, s_q_h, s_k_n, s_k_h, s_v_n, s_v_h, s_g, s_beta, s_ancestors, i_h, i_hv, o_w, o_k, o_v,
-            H, K, DEPTH_TILE, MAX_DEPTH, KEY_IS_RECORD,
-        )  # fmt: skip
-    for start in tl.range(begin, end, step, num_stages=STAGES if UNROLL else 1):
-        if PREFETCH:
-            i_slot_next, b_xq_next, b_xk_next, b_v_next, b_g_next, b_beta_next, b_ancestors_next = load_tile(
-                start + step, end, depth, p_q, p_k, p_v, p_g, p_beta, p_records_k, p_slots, p_ancestors,
-                s_q_n, s_q_h, s_k_n, s_k_h, s_v_n, s_v_h, s_g, s_beta, s_ancestors, i_h, i_hv, o_w, o_k, o_v,
-                H, K, DEPTH_TILE, MAX_DEPTH, KEY_IS_RECORD,
-            )  # fmt: skip
-        else:
-            i_slot, b_xq, b_xk, b_v, b_g, b_beta, b_ancestors = load_tile(
-                start, end, depth, p_q, p_k, p_v, p_g, p_beta, p_records_k, p_slots, p_ancestors,
-                s_q_n, s_q_h, s_k_n, s_k_h, s_v_n, s_v_h, s_g, s_beta, s_ancestors, i_h, i_hv, o_w, o_k, o_v,
-                H, K, DEPTH_TILE, MAX_DEPTH, KEY_IS_RECORD,
-            )  # fmt: skip
-        b_o, b_delta = replay_rows(
-            b_xq, b_xk, b_v.to(tl.float32), b_g, b_beta, b_high, b_low, b_ancestors, depth,
-            p_records_g, p_records_delta, p_records_k, i_h, i_hv, o_k, o_v, scale,
-            H, HV, K, V, MAX_DEPTH, DEPTH_TILE, STAGES, UNROLL, UPCAST,
-        )  # fmt: skip
+    for start in range(begin, end, step):
         i_rows = (start + o_w).to(tl.int64)
+        m_rows = i_rows < end
+        i_slot = tl.load(p_slots + i_rows, mask=m_rows, other=-1).to(tl.int64)
         m_live = i_slot >= 0
-        b_o = tl.where(m_live[:, None], b_o, 0.0)
-        p_out = p_o + ((i_rows * HV + i_hv) * V)[:, None] + o_v[None, :]
-        tl.store(p_out, b_o.to(p_o.dtype.element_ty), mask=(i_rows < end)[:, None])
+        b_x = load_stacked(
+            start, end, p_q, p_k, p_records_k, p_slots, s_q_n, s_q_h, s_k_n, s_k_h, i_h, o_k,
+            H, K, KEY_IS_RECORD, BLOCK_W,
+        )  # fmt: skip
+        b_g = tl.load(p_g + i_rows * s_g + i_hv, mask=m_rows, other=0.0).to(tl.float32)
+        b_beta = tl.load(p_beta + i_rows * s_beta + i_hv, mask=m_rows, other=0.0).to(tl.float32)
+        b_ancestors = load_ancestors(p_ancestors, i_rows, m_live, depth, s_ancestors, DEPTH_TILE, MAX_DEPTH)
+        if MAX_DEPTH == 0:
+            b_v = load_rows(p_v, i_rows, m_rows, i_hv, o_v, s_v_n, s_v_h)
+        if not KEY_IS_RECORD and (i_v == 0) & (i_hv % (HV // H) == 0):
+            _, b_key = unstack(b_x)
+            p_key = p_records_k + ((i_slot * H + i_h) * K)[:, None] + o_k[None, :]
+            tl.store(p_key, b_key.to(p_records_k.dtype.element_ty), mask=m_live[:, None])
+        if PREFETCH:
+            i_next = i_rows + step
+            m_next = i_next < end
+            b_next = load_ancestors(p_ancestors, i_next, m_next, depth, s_ancestors, DEPTH_TILE, MAX_DEPTH)
+            prefetch_rows(p_q + i_next * s_q_n + i_h * s_q_h, m_next, K)
+            if KEY_IS_RECORD:
+                i_key = tl.load(p_slots + i_next, mask=m_next, other=-1).to(tl.int64)
+                prefetch_rows(p_records_k + (i_key * H + i_h) * K, i_key >= 0, K)
+            else:
+                prefetch_rows(p_k + i_next * s_k_n + i_h * s_k_h, m_next, K)
+            prefetch_rows(p_v + i_next * s_v_n + i_hv * s_v_h + i_v * BLOCK_V, m_next, BLOCK_V)
+            if NORM:
+                prefetch_rows(p_z + i_rows * s_z + i_hv * V, m_live, V)
+        b_uq, b_uk, b_q_scale, b_k_scale, b_qk = replay_tile(
+            b_x, b_high, b_low, b_ancestors, depth, p_records_g, p_records_delta, p_records_k,
+            i_h, i_hv, o_k, o_v, scale, H, HV, K, V, MAX_DEPTH, DEPTH_TILE, STAGES, UPCAST,
+        )  # fmt: skip
+        if MAX_DEPTH > 0:
+            # Not before the records, whose loop needs the registers.
+            b_v = load_rows(p_v, i_rows, m_rows, i_hv, o_v, s_v_n, s_v_h)
+            if PREFETCH:
+                i_above = b_next.to(tl.int64)
+                p_above = p_records_delta + (i_above * HV + i_hv) * V + i_v * BLOCK_V
+                prefetch_rows(p_records_k + (i_above * H + i_h) * K, i_above >= 0, K)
+                prefetch_rows(p_above, i_above >= 0, BLOCK_V)
+        b_alpha = tl.exp(b_g)
+        b_delta = b_beta[:, None] * (b_v.to(tl.float32) - b_uk * (b_alpha * b_k_scale)[:, None])
+        b_o = b_uq * (b_alpha * b_q_scale)[:, None] + b_delta * b_qk[:, None]
         p_new = p_records_delta + ((i_slot * HV + i_hv) * V)[:, None] + o_v[None, :]
+        b_delta = b_delta * b_k_scale[:, None]
         tl.store(p_new, b_delta.to(p_records_delta.dtype.element_ty), mask=m_live[:, None])
         if i_v == 0:
             tl.store(p_records_g + i_slot * HV + i_hv, b_g, mask=m_live)
-            if not KEY_IS_RECORD and i_hv % (HV // H) == 0:
-                p_key = p_records_k + ((i_slot * H + i_h) * K)[:, None] + o_k[None, :]
-                tl.store(p_key, b_xk.to(p_records_k.dtype.element_ty), mask=m_live[:, None])
-        if PREFETCH:
-            i_slot, b_xq, b_xk, b_v = i_slot_next, b_xq_next, b_xk_next, b_v_next
-            b_g, b_beta, b_ancestors = b_g_next, b_beta_next, b_ancestors_next
+        if NORM:
+            b_z = load_rows(p_z, i_rows, m_live, i_hv, o_v, s_z, V)
+            b_o = gated_norm(b_o, b_z, tl.load(p_norm_weight + o_v), norm_eps, V)
+        b_o = tl.where(m_live[:, None], b_o, 0.0)
+        p_out = p_o + ((i_rows * HV + i_hv) * V)[:, None] + o_v[None, :]
+        tl.store(p_out, b_o.to(p_o.dtype.element_ty), mask=m_rows[:, None])

@@ -64,7 +64,7 @@ def launch_full_state(
     out_dtype: torch.dtype | None,
     *,
     block_v: int | None = None,
-    num_warps: int = 4,
+    num_warps: int = 1,
 ) -> Tensor:
     """`full_state_step_triton` with the block of state rows and the warps given; None picks by shape."""
     N, H, K = q.shape
@@ -83,7 +83,7 @@ def launch_full_state(
     o = torch.empty(N, HV, V, device=v.device, dtype=v.dtype if out_dtype is None else out_dtype)
     if N == 0:
         return o
-    block_v = min(V, block_v or max(16, 4096 // K))
+    block_v = min(V, block_v or max(4, 2048 // K))
     full_state_step_kernel[(N * HV * (V // block_v),)](
         *(q, k, v, g, beta, states, recurrent_state, read_rows, write_rows, row_prompts, o),
         K**-0.5 if scale is None else scale,

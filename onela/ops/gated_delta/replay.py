@@ -6,8 +6,9 @@ import torch
 import triton
 from torch import Tensor
 
+from onela.errors import DtypeError, ShapeError
 from onela.ops.gated_delta._checks import check_records, check_rows, check_state, check_step
-from onela.ops.gated_delta._launch import INTERPRETED, ReplayConfig, choose_splits
+from onela.ops.gated_delta._launch import INTERPRETED, ReplayConfig, choose_splits, has_wgmma
 from onela.ops.gated_delta._replay_kernel import gated_delta_replay_kernel
 
 
@@ -84,12 +85,19 @@ def launch_replay(
     scale: float | None,
     out_dtype: torch.dtype | None,
     config: ReplayConfig | None,
+    norm: tuple[Tensor, Tensor, float] | None = None,
 ) -> Tensor:
-    """`replay_step_triton` with the cut of the work given; None picks it by shape."""
+    """`replay_step_triton` with the cut of the work given; None picks it by shape.
+
+    `norm` is a gate [N, HV*V], a weight [V] and an epsilon: the output is then normalised and gated before it is
+    stored, which needs a head's whole state in one program.
+    """
     N, H, K = q.shape
     HV, V = v.shape[1:]
     B = prompts.shape[0]
     check_rows(q, k, v, g, beta)
+    if (records_k if k is None else k).dtype != q.dtype:
+        raise DtypeError(f"k: expected q's {q.dtype}, got {(records_k if k is None else k).dtype}")
     check_records(records_g, records_delta, records_k, H=H, HV=HV, K=K, V=V)
     check_state(recurrent_state, HV=HV, K=K, V=V)
     check_step(N, slots, ancestors, cu_rows, prompts, depths)
@@ -97,7 +105,7 @@ def launch_replay(
     if N == 0:
         return o
     depth = ancestors.shape[1]
-    config = config or choose_replay(K, V, depth, q.dtype.itemsize)
+    config = config or choose_replay(K, V, q.dtype, q.device)
     blocks_v = V // min(config.block_v, V)
     num_splits = choose_splits(
         N,
@@ -108,33 +116,40 @@ def launch_replay(
         device=q.device,
     )
     depth_tile = max(2, triton.next_power_of_2(depth))
+    gate, norm_weight, norm_eps = norm or (o, o, 0.0)
+    if norm is not None and blocks_v > 1:
+        raise ShapeError(f"V: a norm over {V} columns needs them in one program, got {blocks_v}")
     key = records_k if k is None else k
     gated_delta_replay_kernel[(num_splits, HV * blocks_v, B + 1)](
         *(q, key, v, g, beta, recurrent_state, records_g, records_delta, records_k),
-        *(slots, ancestors, cu_rows, prompts, depths, o),
-        *(N, B, num_splits, K**-0.5 if scale is None else scale),
+        *(slots, ancestors, cu_rows, prompts, depths, gate, norm_weight, o),
+        *(N, B, num_splits, K**-0.5 if scale is None else scale, norm_eps),
         *(q.stride(0), q.stride(1), key.stride(0), key.stride(1), v.stride(0), v.stride(1)),
-        *(g.stride(0), beta.stride(0), ancestors.stride(0)),
+        *(g.stride(0), beta.stride(0), gate.stride(0), ancestors.stride(0)),
         H=H,
         HV=HV,
         K=K,
         V=V,
-        MAX_DEPTH=depth if config.unroll or depth == 0 else depth_tile,
+        MAX_DEPTH=min(depth, 1) * depth_tile,
         DEPTH_TILE=depth_tile,
         BLOCK_W=config.block_w,
         BLOCK_V=V // blocks_v,
         STAGES=config.stages,
-        UNROLL=config.unroll,
         PREFETCH=config.prefetch,
         SPLIT_STATE=recurrent_state.dim() == 5,
         KEY_IS_RECORD=k is None,
+        NORM=norm is not None,
         UPCAST=INTERPRETED,
         num_warps=config.num_warps,
-        maxnreg=config.max_registers,
     )
     return o
 
 
-def choose_replay(K: int, V: int, depth: int, itemsize: int) -> ReplayConfig:
-    """The cut for a shape. Both halves of a state block take `4 * K * block_v` bytes of shared memory."""
-    return ReplayConfig(block_v=max(16, min(V, 16384 // K)), block_w=32 if K * itemsize <= 512 else 16)
+def choose_replay(K: int, V: int, dtype: torch.dtype, device: torch.device) -> ReplayConfig:
+    """The cut for a shape: the largest tile that does not spill. fp32 rows and heads over 128 need more warps."""
+    wide = dtype.itemsize > 2
+    block_v = max(16, min(V, 16384 // K, 64 if wide else 128))
+    if has_wgmma(device) and not wide and K <= 256:
+        return ReplayConfig(block_w=32, block_v=block_v, num_warps=4 if K <= 128 else 8, prefetch=True)
+    num_warps = 8 if wide or K > 256 else 4
+    return ReplayConfig(block_w=16, block_v=block_v, num_warps=num_warps, prefetch=not INTERPRETED)

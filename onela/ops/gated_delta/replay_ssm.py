@@ -63,7 +63,7 @@ def launch_replay_ssm(
     out_dtype: torch.dtype | None,
     *,
     block_v: int | None = None,
-    num_warps: int = 4,
+    num_warps: int = 1,
 ) -> Tensor:
     """`replay_ssm_step_triton` with the block of state rows and the warps given; None picks by shape."""
     N, H, K = q.shape
@@ -84,7 +84,7 @@ def launch_replay_ssm(
     o = torch.empty(N, HV, V, device=v.device, dtype=q.dtype if out_dtype is None else out_dtype)
     if N == 0:
         return o
-    block_v = min(V, block_v or max(16, 4096 // K))
+    block_v = min(V, block_v or max(4, 4096 // K))
     replay_ssm_step_kernel[(N * HV * (V // block_v),)](
         *(q, k, v, g, beta, checkpoints, checkpoint_rows, buffer_g, buffer_delta, buffer_k, rows, row_depths),
         o,

@@ -96,9 +96,9 @@ def tree() -> Tree:
 
 
 @pytest.mark.parametrize("level", [[0, 0, 0], [1, 1, 1], [2, None, 2], [2, 0, 1]])
-@pytest.mark.parametrize(("unroll", "prefetch"), [(False, False), (True, False), (False, True)])
-def test_ragged_widths_and_depths(tree, level, unroll, prefetch, device):
-    config = ReplayConfig(block_w=16, block_v=64, unroll=unroll, prefetch=prefetch)
+@pytest.mark.parametrize("stages", [1, 2])
+def test_ragged_widths_and_depths(tree, level, stages, device):
+    config = ReplayConfig(block_w=16, block_v=64, stages=stages)
     compare(tree, level, PROMPTS, Sizes(), device, config=config)
 
 
@@ -212,7 +212,7 @@ def test_a_row_does_not_depend_on_its_batch(tree, device):
     index, slots = step_index(tree, [2, 1, 2], PROMPTS, device)
     rows = random_rows(len(slots), sizes, torch.bfloat16, device)
     state = random_state(3, sizes, torch.float32, device)
-    config = choose_replay(sizes.K, sizes.V, 2, 2)
+    config = choose_replay(sizes.K, sizes.V, torch.bfloat16, device)
 
     def run(rows: dict, index: dict) -> Tensor:
         records = filled_records(tree, sizes, torch.float32, torch.bfloat16, device)
