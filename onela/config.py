@@ -52,6 +52,23 @@ class EngineConfig:
         "how many later arrivals of higher priority or earlier deadline may pass a waiting request",
         minimum=0,
     )
+    prompt_cache_bytes: int = _option(
+        0, "device memory for prompt states that later requests may begin with; 0: no prompt cache", minimum=0
+    )
+    prompt_cache_host_bytes: int = _option(
+        0, "host memory for prompt states that the device has no more room for", minimum=0
+    )
+    prompt_cache_interval: int = _option(
+        64, "a prompt state is kept after a multiple of this many tokens; a multiple of page_size", minimum=1
+    )
+    prompt_cache_tail: int = _option(
+        32,
+        "tokens at a prompt's end that the user's next prompt will not begin with (its template)",
+        minimum=0,
+    )
+    prompt_cache_pin_s: int = _option(
+        300, "seconds for which the latest prompt of a session is evicted after all others", minimum=0
+    )
     max_slots: int | None = _option(
         None, "most record slots (beams x steps) at a time; none: no limit", minimum=1
     )

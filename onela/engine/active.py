@@ -28,6 +28,8 @@ class ActiveRequest:
         mask_row: its row of the served catalogue's masks, once it has one.
         beams: living beams. tree: their ancestors.
         invalid: [] bool tensor, set when the model produced something that cannot be ranked.
+        prefix_digests: of its prefixes that may be in the prompt cache. stops: lengths after which its prompt
+            state is to be kept. kept: digests of those that were. cached_tokens: tokens found in the cache.
         arrived_at, deadline: seconds on the scheduler's clock; deadline None: as long as it takes.
         order: place in the order of arrival. overtaken: how many later arrivals have been admitted before it.
         admitted_at: when it left the queue. chosen_at: when each token was chosen, in order.
@@ -49,6 +51,10 @@ class ActiveRequest:
     first_slot: int = 0
     first_row: int = 0
     invalid: Tensor | None = None
+    prefix_digests: list[bytes] = field(default_factory=list)
+    stops: tuple[int, ...] = ()
+    kept: list[bytes] = field(default_factory=list)
+    cached_tokens: int = 0
     arrived_at: float = 0.0
     deadline: float | None = None
     order: int = -1

@@ -14,6 +14,7 @@ from torch import Tensor
 from onela.config import EngineConfig
 from onela.decoding import BeamParams, Beams
 from onela.engine.active import ActiveRequest
+from onela.engine.prompt_cache import PromptCache
 from onela.engine.prompting import PromptEncoder, PromptOptions
 from onela.engine.request import Request, Result
 from onela.engine.results import empty_result, make_result
@@ -104,7 +105,8 @@ class Engine:
         self.state = DecodeState(prompts, records, backend)
         token_ids = [torch.as_tensor(vocabulary.token_ids(level)) for level in range(vocabulary.num_levels)]
         self.runner = Runner(model, self.state, token_ids)
-        self.scheduler = Scheduler(self.config, prompts, records)
+        self.cache = PromptCache(self.config, prompts) if self.config.prompt_cache_bytes else None
+        self.scheduler = Scheduler(self.config, prompts, records, cache=self.cache)
         self.served = ServedCatalog.prepare(catalog, vocabulary, self.device)
 
     @property
@@ -211,6 +213,7 @@ class Engine:
         batch = self.scheduler.schedule()
         try:
             hidden = self.runner.prefill(batch.prefill) + self.runner.decode(batch.decode)
+            self.scheduler.keep(batch)
             survivors = self._select(batch, hidden)
             for request, beams in zip(batch.requests, survivors):
                 request.advance(beams)
@@ -252,6 +255,8 @@ class Engine:
         )
         if eligibility is not None and eligibility.is_empty:
             active.outcome = empty_result(active)
+        elif self.cache is not None:
+            self.cache.prepare(active)
         return active
 
     def _select(self, batch: Batch, hidden: Sequence[Tensor]) -> list[Beams]:
@@ -327,6 +332,8 @@ class Engine:
         if request.outcome is not None:
             return False
         self.scheduler.release(request)
+        if self.cache is not None and isinstance(outcome, (NumericsError, EngineError)):
+            self.cache.discard(request)
         if request.mask_row is not None and request.served.masks is not None:
             request.served.masks.release(request.mask_row)
         request.outcome = outcome

@@ -27,8 +27,8 @@ class Request:
         timeout_s: seconds from arrival after which the request is given up; None: as long as it takes. Among
             requests of one priority the one that must end first is admitted first.
         exclude_item_ids: items never to return. allow_item_ids: the only items to return; None: no such limit.
-        session_id: whose prompt it is. The prompt cache keeps the latest prompt of a session longer than others, and gives
-            up the session's older ones first; replicas are chosen by it.
+        session_id: whose prompt it is. The prompt cache keeps the latest prompt of a session longer than others,
+            and gives up the session's older ones first; replicas are chosen by it.
         filter: attribute of the catalogue's metadata -> value, or list of values of which an item must have one.
     """
 

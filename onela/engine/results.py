@@ -53,6 +53,7 @@ def make_result(request: ActiveRequest, vocabulary: SidVocabulary, *, now: float
             completion_tokens=length,
             beam_widths=request.widths,
             num_legal=num_legal,
+            cached_tokens=request.cached_tokens,
         ),
         request_id=request.request.request_id,
         catalog_version=request.served.version,

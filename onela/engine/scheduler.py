@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 
 from onela.config import EngineConfig
 from onela.engine.active import ActiveRequest
+from onela.engine.prompt_cache import PromptCache
 from onela.errors import CapacityError, QueueFullError
-from onela.state import PromptPool, Records
+from onela.state import PromptPool, PromptState, Records
 from onela.state.allocator import ExtentAllocator
 
 
@@ -66,6 +67,7 @@ class Scheduler:
     Args:
         config: the limits.
         prompts, records: the pools that a request takes places in.
+        cache: prompt states to begin with; None: every prompt is run from its first token.
         clock: seconds, only ever compared with each other.
 
     `scheduled_tokens` and `scheduled_rows` are the prompt tokens and the beams of the latest batch.
@@ -77,11 +79,13 @@ class Scheduler:
         prompts: PromptPool,
         records: Records,
         *,
+        cache: PromptCache | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
         self.prompts = prompts
         self.records = records
+        self.cache = cache
         self.clock = clock
         self.rows = ExtentAllocator("beam rows")
         self.waiting: list[ActiveRequest] = []
@@ -157,13 +161,20 @@ class Scheduler:
                 batch.decode.append(request)
         while budget and self.waiting:
             request = self._next()
-            if not self._fits(request):
+            if not self._admit(request):
                 break
-            self._admit(request)
             budget = self._take_chunk(batch, request, budget)
         self.scheduled_tokens = self.config.max_batch_tokens - budget
         self.scheduled_rows = sum(request.beams.width for request in batch.decode)
         return batch
+
+    def keep(self, batch: Batch) -> None:
+        """Hand the prompt states that stand at a boundary now to the cache."""
+        if self.cache is None:
+            return
+        for chunk in batch.prefill:
+            if chunk.end in chunk.request.stops:
+                self.cache.store(chunk.request)
 
     def release(self, request: ActiveRequest) -> None:
         """Give back all that a running request holds, or take it out of the queue."""
@@ -194,20 +205,30 @@ class Scheduler:
         """Give a prompt as much of the token budget as it can use; returns what is left."""
         assert request.prompt is not None
         start = request.prompt.num_tokens
-        end = min(start + budget, len(request.prompt_token_ids))
+        ends = [len(request.prompt_token_ids), *(stop for stop in request.stops if stop > start)]
+        end = min(start + budget, *ends)
         if end > start:
             batch.prefill.append(PrefillChunk(request, start, end))
         return budget - (end - start)
 
-    def _fits(self, request: ActiveRequest) -> bool:
-        return self.records.slots.fits(request.num_slots) and self.prompts.fits(len(request.prompt_token_ids))
-
-    def _admit(self, request: ActiveRequest) -> None:
-        self.waiting.remove(request)
-        for other in self.waiting:
-            other.overtaken += other.order < request.order
-        request.prompt = self.prompts.allocate(len(request.prompt_token_ids))
+    def _admit(self, request: ActiveRequest) -> bool:
+        """Give a request all it needs, if there is room for it now."""
+        if not self.records.slots.fits(request.num_slots):
+            return False
+        request.prompt = self._allocate_prompt(request)
+        if request.prompt is None:
+            return False
         request.first_slot = self.records.allocate(request.num_slots) if request.num_slots else 0
         request.first_row = self.rows.allocate(request.num_rows)
         request.admitted_at = self.clock()
+        self.waiting.remove(request)
+        for other in self.waiting:
+            other.overtaken += other.order < request.order
         self.running.append(request)
+        return True
+
+    def _allocate_prompt(self, request: ActiveRequest) -> PromptState | None:
+        if self.cache is not None:
+            return self.cache.allocate(request)
+        length = len(request.prompt_token_ids)
+        return self.prompts.allocate(length) if self.prompts.fits(length) else None

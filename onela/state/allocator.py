@@ -105,6 +105,10 @@ class PageAllocator:
         for page in pages:
             self._users[page] += 1
 
+    def num_users(self, page: int) -> int:
+        """How many users a page has."""
+        return self._users.get(page, 0)
+
     def free(self, pages: list[int]) -> None:
         """Count one user less of each page; a page without users can be handed out again."""
         for page in pages:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -79,20 +80,29 @@ class PromptPool:
         """Pages that a prompt of this length takes."""
         return -(-num_tokens // self.page_size) if self.has_pages else 0
 
-    def fits(self, num_tokens: int) -> bool:
-        """Whether `allocate(num_tokens)` would succeed now."""
-        return self.places.fits(1) and self.pages.fits(self.pages_needed(num_tokens))
+    def fits(self, num_tokens: int, num_shared_pages: int = 0) -> bool:
+        """Whether `allocate` would succeed now, for a prompt that brings `num_shared_pages` with it."""
+        return self.places.fits(1) and self.pages.fits(self.pages_needed(num_tokens) - num_shared_pages)
 
-    def allocate(self, num_tokens: int) -> PromptState:
-        """Take a place and the pages for a prompt of `num_tokens`. Raises `CapacityError`."""
-        needed = self.pages_needed(num_tokens)
+    def allocate(self, num_tokens: int, shared_pages: Sequence[int] = ()) -> PromptState:
+        """Take a place and the pages for a prompt of `num_tokens`.
+
+        Args:
+            shared_pages: full pages of a prompt with the same beginning; they become this prompt's first ones, and are
+                never written by it.
+        Raises:
+            CapacityError: there is no room.
+        """
+        needed = self.pages_needed(num_tokens) - len(shared_pages)
         if not self.pages.fits(needed):
             raise CapacityError(
                 f"KV pages: a prompt of {num_tokens} tokens needs {needed}, "
                 f"{(self.pages.limit or 0) - self.pages.num_taken} are free"
             )
         index = self.places.allocate(1)
-        pages = self.pages.allocate(needed)
+        self.pages.share(list(shared_pages))
+        pages = [*shared_pages, *self.pages.allocate(needed)]
+        needed = len(pages)
         self.prompt_tensors.reserve(self.places.end)
         self.page_tensors.reserve(self.pages.end)
         self._reserve_table(self.places.end, needed)
@@ -114,6 +124,39 @@ class PromptPool:
             )
         prompt.num_tokens += num_tokens
         self.lengths[prompt.index] = prompt.num_tokens
+
+    def snapshot(self, prompt: PromptState) -> dict[str, Tensor]:
+        """A copy of what a prompt holds beside its pages: recurrent states and convolution tails as they are now."""
+        return {name: tensor[prompt.index].clone() for name, tensor in self.prompt_tensors.tensors.items()}
+
+    def restore(self, prompt: PromptState, snapshot: Mapping[str, Tensor], num_tokens: int) -> None:
+        """Let a prompt go on from a snapshot that was taken after `num_tokens` tokens; its pages are in place."""
+        for name, tensor in self.prompt_tensors.tensors.items():
+            tensor[prompt.index].copy_(snapshot[name])
+        self.extend(prompt, num_tokens)
+
+    def read_pages(self, pages: Sequence[int], device: torch.device) -> dict[str, Tensor]:
+        """Copies of pages, in order, on another device: [num_pages, page_size, HKV, D] per layer and kind."""
+        index = torch.tensor(pages, dtype=torch.int64, device=self.device)
+        return {name: tensor[index].to(device) for name, tensor in self.page_tensors.tensors.items()}
+
+    def write_pages(self, pages: Sequence[int], contents: Mapping[str, Tensor]) -> None:
+        """Fill pages with what `read_pages` gave."""
+        index = torch.tensor(pages, dtype=torch.int64, device=self.device)
+        for name, tensor in self.page_tensors.tensors.items():
+            tensor[index] = contents[name].to(self.device)
+
+    @property
+    def page_nbytes(self) -> int:
+        """Bytes of one page, in all layers."""
+        shapes = self.page_tensors.shapes.values()
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
+
+    @property
+    def snapshot_nbytes(self) -> int:
+        """Bytes of one snapshot."""
+        shapes = self.prompt_tensors.shapes.values()
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
 
     def layer(self, index: int, name: str) -> Tensor:
         """`recurrent_state` or `conv_state` of one layer, [num_prompts, ...]."""

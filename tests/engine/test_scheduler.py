@@ -45,7 +45,8 @@ def run(engine: Engine, limit: int = 10_000) -> list[ActiveRequest]:
 arrivals = st.fixed_dictionaries(
     {
         "length": st.integers(1, 40),
-        "seed": st.integers(0, 5),
+        "seed": st.integers(0, 2),
+        "session": st.sampled_from([None, "a", "b"]),
         "width": st.integers(1, 12),
         "tokens": st.integers(1, 3),
         "priority": st.integers(-1, 1),
@@ -69,6 +70,10 @@ arrivals = st.fixed_dictionaries(
             "max_prompts": st.sampled_from([1, 3, None]),
             "max_overtaken": st.sampled_from([0, 1, 64]),
             "page_size": st.just(4),
+            "prompt_cache_bytes": st.sampled_from([0, 300, 1000, 100_000]),
+            "prompt_cache_host_bytes": st.sampled_from([0, 300, 100_000]),
+            "prompt_cache_interval": st.sampled_from([4, 8]),
+            "prompt_cache_tail": st.sampled_from([0, 2]),
         }
     ),
 )
@@ -95,7 +100,12 @@ def test_every_request_ends_once_and_as_if_alone(plan: list[dict[str, Any]], opt
         prompt = prompt_of(arrival["length"], arrival["seed"])
         if arrival["fault"]:
             prompt[len(prompt) // 2] = NAN_TOKEN if arrival["fault"] == "nan" else RAISE_TOKEN
-        request = Request(prompt_token_ids=prompt, priority=arrival["priority"], timeout_s=arrival["timeout"])
+        request = Request(
+            prompt_token_ids=prompt,
+            priority=arrival["priority"],
+            timeout_s=arrival["timeout"],
+            session_id=arrival["session"],
+        )
         params = BeamParams(beam_width=arrival["width"], max_tokens=arrival["tokens"])
         active = engine.submit(request, params)
         submitted.append((active, arrival))
