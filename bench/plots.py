@@ -1,0 +1,91 @@
+"""Draws the figures of the documents from the lines in `bench/results` and from the capacity formulas.
+
+python -m bench.plots
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt
+
+from bench.report import read_results
+from onela.state.capacity import Workload, own_capacity
+from onela.state.geometry import GatedDeltaGeometry
+
+FIGURES = Path(__file__).parent.parent / "docs" / "figures"
+LABELS = {
+    "replay": "OneLA",
+    "full_state_copy": "full state per beam",
+    "full_state_read_parent": "full state, reading the parent",
+    "replay_ssm": "ReplaySSM",
+    "replay_ssm_shared": "ReplaySSM, shared checkpoint",
+    "transformers": "transformers.generate",
+}
+COLOURS = {
+    "replay": "#0b6e4f",
+    "full_state_copy": "#c1440e",
+    "replay_ssm": "#d9a441",
+    "transformers": "#4a4e69",
+    "full_state_read_parent": "#e08e79",
+    "replay_ssm_shared": "#8a817c",
+}
+
+
+def draw_memory(axes: Any) -> None:
+    """State that the beams of one request hold, by beam width, in the shape of Qwen3.5-0.8B."""
+    layers = [GatedDeltaGeometry(16, 16, 128, 128)] * 18
+    widths = [64, 128, 256, 512, 1024, 2048, 4096]
+    for arm in ("full_state_copy", "replay_ssm", "replay"):
+        lines = [
+            next(line for line in own_capacity(layers, Workload(1, width, 2)) if line.arm == arm)
+            for width in widths
+        ]
+        gibibytes = [line.persistent / 2**30 for line in lines]
+        axes.plot(widths, gibibytes, marker="o", label=LABELS[arm], color=COLOURS[arm])
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="beams",
+        ylabel="GiB per request",
+        title="State (18 layers, 3 tokens)",
+    )
+
+
+def draw_time(axes: Any, rows: list[dict[str, Any]]) -> None:
+    """Seconds of a request on two CPU cores, by beam width."""
+    rows = [row for row in rows if row["bench"] == "cpu" and row["metric"] == "request_time"]
+    for arm in ("transformers", "full_state_copy", "replay_ssm", "replay"):
+        points = sorted((row["case"]["beam_width"], row["value"]) for row in rows if row["arm"] == arm)
+        if points:
+            axes.plot(*zip(*points), marker="o", label=LABELS[arm], color=COLOURS[arm])
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="beams",
+        ylabel="seconds per request",
+        title="A request on two CPU cores",
+    )
+
+
+def main() -> None:
+    # Fixed ids and no date: the same lines give the same file.
+    plt.rcParams.update(
+        {"svg.hashsalt": "onela", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+    )
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+    draw_memory(left)
+    draw_time(right, read_results())
+    for axes in (left, right):
+        axes.grid(True, which="major", alpha=0.3)
+        axes.legend(frameon=False)
+    FIGURES.mkdir(parents=True, exist_ok=True)
+    figure.savefig(FIGURES / "overview.svg", metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main()
