@@ -1,5 +1,6 @@
 """Gated DeltaNet: prefill of prompts and one decode step of wide beams."""
 
+from onela.ops.gated_delta.dispatch import replay_step
 from onela.ops.gated_delta.layer_step_reference import gated_delta_layer_step_ref
 from onela.ops.gated_delta.prefill import gated_delta_prefill
 from onela.ops.gated_delta.reference import (
@@ -12,7 +13,6 @@ from onela.ops.gated_delta.reference import (
     split_state,
 )
 
-replay_step = replay_step_ref
 full_state_step = full_state_step_ref
 replay_ssm_step = replay_ssm_step_ref
 gated_delta_layer_step = gated_delta_layer_step_ref

@@ -2,15 +2,18 @@
 
 The prompt's state block stays in shared memory as two bf16 halves. Everything else streams through one ring of
 `[BW, 128]` stages filled by asynchronous copies, in the order q, k, keys of the ancestors, deltas of the ancestors, v:
-the dot products come before the product with the state is waited for, and the updates after it.
+the dot products come while the product with the state runs, and the updates after it.
 
-A thread owns one row (two in the tensor core's tile: its q and its k), so nothing is exchanged between warps. Rows of the
-state are permuted on their way into shared memory, so that a thread's accumulator columns are the 16-byte pieces in which
-it reads `delta` and `v` and writes `o`.
+A warp works on 8 rows, as the 16 rows [8 of q; 8 of k] of its tensor core tiles, and a thread on a part of one row:
+nothing is exchanged between warps. The dot products with an ancestor's keys are the diagonal of a small product
+`[8 q; 8 k] x [8 keys]`: seven eighths of it are thrown away, and it is still far cheaper than multiplying by hand. Rows
+of the state are permuted on their way into shared memory, so that a thread's accumulator columns are the 16-byte pieces
+in which it reads `delta` and `v` and writes `o`.
 
 A row that must not be read is copied as zeros: padding needs no branch.
 """
 
+# ruff: noqa: RUF005, SIM102  (Gluon has no starred tuples, and mixes run-time and compile-time conditions badly)
 from dataclasses import dataclass
 
 from triton.experimental import gluon
@@ -18,6 +21,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
+    mma_v2,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -39,6 +43,7 @@ class Geometry:
     NW: int
     RING: int
     RAW: bool
+    """Whether the key already lies in its record."""
     DS: int
     """Stages of a delta row: two when it is fp32."""
 
@@ -134,7 +139,8 @@ def half_image(NW):
 @gluon.jit
 def copy_rows(dst, p_base, offset, live, LAYOUT: gl.constexpr):
     cols = gl.arange(0, 128, layout=gl.SliceLayout(0, LAYOUT))
-    async_copy.async_copy_global_to_shared(dst, p_base + offset[:, None] + cols[None, :], mask=live[:, None])
+    p_rows = p_base + offset[:, None] + cols[None, :]
+    async_copy.async_copy_global_to_shared(dst, p_rows, mask=live[:, None])
 
 
 @gluon.jit
@@ -177,10 +183,36 @@ def copy_ahead(ring, place, n, indices, base, stride, S: gl.constexpr, G: gl.con
 
 
 @gluon.jit
-def refill(ring, place, n, indices, base, stride, S: gl.constexpr, G: gl.constexpr):
-    """Stage S has been read: start the copy that is RING stages on in its place. Returns the next place."""
-    copy_ahead(ring, place, n, indices, base, stride, S + G.RING, G)
-    return (place + 1) % G.RING
+def load_stages(ring, place, COUNT: gl.constexpr, LAYOUT: gl.constexpr, G: gl.constexpr):
+    """Wait for the next COUNT stages and read them."""
+    async_copy.wait_group(G.RING - COUNT)
+    rows = ()
+    for i in gl.static_range(COUNT):
+        rows = rows + (ring.index((place + i) % G.RING).load(LAYOUT),)
+    return rows
+
+
+@gluon.jit
+def load_delta(ring, place, G: gl.constexpr):
+    """The next delta rows, in fp32; an fp32 record has come in two halves."""
+    if G.DS == 1:
+        delta = load_stages(ring, place, 1, piece_layout(G.NW), G)[0].to(gl.float32)
+    else:
+        async_copy.wait_group(G.RING - 2)
+        low = ring.index(place)._reinterpret(gl.float32, [G.BW, 64], half_image(G.NW))
+        high = ring.index((place + 1) % G.RING)._reinterpret(gl.float32, [G.BW, 64], half_image(G.NW))
+        delta = gl.join(low.load(half_piece_layout(G.NW)), high.load(half_piece_layout(G.NW)))
+        delta = delta.permute(0, 2, 1).reshape([G.BW, 128])
+        delta = gl.convert_layout(delta, piece_layout(G.NW), assert_trivial=True)
+    return delta
+
+
+@gluon.jit
+def refill(ring, place, n, indices, base, stride, S: gl.constexpr, COUNT: gl.constexpr, G: gl.constexpr):
+    """Stages S.. have been read: start the copies that are RING stages on in their places. Returns the next place."""
+    for i in gl.static_range(COUNT):
+        copy_ahead(ring, (place + i) % G.RING, n, indices, base, stride, S + i + G.RING, G)
+    return (place + COUNT) % G.RING
 
 
 @gluon.jit
@@ -205,9 +237,45 @@ def product(operands, state, BW: gl.constexpr, KB: gl.constexpr, MMA: gl.constex
     return acc
 
 
+@gluon.constexpr_function
+def dots_layout(NW):
+    return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[NW, 1, 1], instr_shape=[1, 16, 8])
+
+
+@gluon.jit
+def dots_operand(x, NW: gl.constexpr):
+    """Rows [8 NW, 128] as the right operand of each warp's product: registers only."""
+    B: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=dots_layout(NW), k_width=2)
+    return gl.convert_layout(x.reshape([NW, 8, 128]).permute(0, 2, 1), B, assert_trivial=True)
+
+
+@gluon.jit
+def row_dots(products, NW: gl.constexpr):
+    """The diagonals of each warp's [8 rows of q; 8 rows of k] x [8 rows of x]: q . x and k . x, row by row."""
+    ROW: gl.constexpr = gl.SliceLayout(1, piece_layout(NW))
+    DOTS: gl.constexpr = dots_layout(NW)
+    row = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, DOTS))) % 8
+    col = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, DOTS)))
+    same = row[None, :][:, :, None] == col[None, :][:, None, :]
+    dots = gl.sum(gl.where(same, products, 0.0), axis=2).reshape([NW, 2, 8])
+    q_dot, k_dot = dots.permute(0, 2, 1).split()
+    q_dot = gl.convert_layout(q_dot.reshape([8 * NW]), ROW, assert_trivial=True)
+    k_dot = gl.convert_layout(k_dot.reshape([8 * NW]), ROW, assert_trivial=True)
+    return q_dot, k_dot
+
+
+@gluon.jit
+def key_dots(lefts, keys, KB: gl.constexpr, NW: gl.constexpr):
+    """q . key and k . key of every row; keys are the K-blocks of one ancestor's keys."""
+    products = gl.zeros([NW, 16, 8], gl.float32, dots_layout(NW))
+    for b in gl.static_range(KB):
+        products = mma_v2(lefts[b], dots_operand(keys[b], NW), products)
+    return row_dots(products, NW)
+
+
 @gluon.jit
 def to_pieces(u, BW: gl.constexpr, NW: gl.constexpr):
-    """Accumulator columns, whose order is that of the state's rows in shared memory, to piece_layout: registers only."""
+    """Accumulator columns, in the order of the state's rows in shared memory, to piece_layout: registers only."""
     u = u.reshape([BW, 4, 4, 4, 2]).permute(0, 1, 3, 2, 4).reshape([BW, 128])
     return gl.convert_layout(u, piece_layout(NW), assert_trivial=True)
 
@@ -246,10 +314,9 @@ def gated_delta_replay_hopper_kernel(
     BPAD: gl.constexpr,
     NW: gl.constexpr,
     RING: gl.constexpr,
-    LATE: gl.constexpr,
     RAW: gl.constexpr,
     WRITE: gl.constexpr,
-    PDL: gl.constexpr,
+    OVERLAP: gl.constexpr,
 ):
     DS: gl.constexpr = 1 if p_records_delta.dtype.element_ty == gl.bfloat16 else 2
     G: gl.constexpr = geometry(H, HV, K, V, T, NW, RING, RAW, DS)
@@ -277,9 +344,6 @@ def gated_delta_replay_hopper_kernel(
 
     state = gl.allocate_shared_memory(gl.bfloat16, [2 * KB, 128, 128], STATE)
     ring = gl.allocate_shared_memory(gl.bfloat16, [RING, BW, 128], row_image(NW))
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
 
     column = i_hv * V + i_v * 128
     base = (p_q + i_h * K, p_k + i_h * K, p_v + column, p_records_k + i_h * K, p_records_delta + column)
@@ -296,15 +360,6 @@ def gated_delta_replay_hopper_kernel(
         prompt = gl.max(gl.where(requests == request, prompts, -1), axis=0)
         live_end = gl.where(prompt >= 0, end, start)
 
-        n = start + gl.arange(0, BW, layout=ROW)
-        index = load_index(p_slots, p_ancestors, s_ancestors, n, live_end, T)
-        index_1 = load_index(p_slots, p_ancestors, s_ancestors, n + BW, live_end, T)
-        index_2 = index_1
-        if REACH == 2:
-            index_2 = load_index(p_slots, p_ancestors, s_ancestors, n + 2 * BW, live_end, T)
-        b_g = gl.load(p_g + n * s_g + i_hv, mask=n < live_end, other=0.0)
-        b_beta = gl.load(p_beta + n * s_beta + i_hv, mask=n < live_end, other=0.0)
-
         v_rows = gl.arange(0, 128, layout=gl.SliceLayout(1, STATE_COPY))
         v_rows = v_rows // 32 * 32 + v_rows // 2 % 4 * 8 + v_rows // 8 % 4 * 2 + v_rows % 2
         cols = gl.arange(0, 128, layout=gl.SliceLayout(0, STATE_COPY))
@@ -317,6 +372,19 @@ def gated_delta_replay_hopper_kernel(
                     mask=(v_rows >= 0)[:, None] & (prompt >= 0),
                 )
         async_copy.commit_group()
+        # The state and the requests' bounds were loaded while the kernel before this one drained.
+        if OVERLAP:
+            if start == first:
+                gdc_wait()
+                gdc_launch_dependents()
+        n = start + gl.arange(0, BW, layout=ROW)
+        index = load_index(p_slots, p_ancestors, s_ancestors, n, live_end, T)
+        index_1 = load_index(p_slots, p_ancestors, s_ancestors, n + BW, live_end, T)
+        index_2 = index_1
+        if REACH == 2:
+            index_2 = load_index(p_slots, p_ancestors, s_ancestors, n + 2 * BW, live_end, T)
+        b_g = gl.load(p_g + n.to(gl.int64) * s_g + i_hv, mask=n < live_end, other=0.0)
+        b_beta = gl.load(p_beta + n.to(gl.int64) * s_beta + i_hv, mask=n < live_end, other=0.0)
         for s in gl.static_range(RING):
             copy_ahead(ring, s, n, (index, index_1), base, stride, s, G)
         async_copy.wait_group(RING)
@@ -331,45 +399,38 @@ def gated_delta_replay_hopper_kernel(
                 index_2 = index_3
             indices = (index, index_1, index_2)
             more = n + BW < live_end
-            g_1 = gl.load(p_g + (n + BW) * s_g + i_hv, mask=more, other=0.0)
-            beta_1 = gl.load(p_beta + (n + BW) * s_beta + i_hv, mask=more, other=0.0)
+            g_1 = gl.load(p_g + (n + BW).to(gl.int64) * s_g + i_hv, mask=more, other=0.0)
+            beta_1 = gl.load(p_beta + (n + BW).to(gl.int64) * s_beta + i_hv, mask=more, other=0.0)
 
-            xq = ()
-            for b in gl.static_range(KB):
-                async_copy.wait_group(RING - 1)
-                xq = xq + (ring.index(place).load(OPERAND),)
-                place = refill(ring, place, n, indices, base, stride, b, G)
-            xk = ()
-            for b in gl.static_range(KB):
-                async_copy.wait_group(RING - 1)
-                xk = xk + (ring.index(place).load(OPERAND),)
-                if WRITE and not RAW:
-                    if i_hv % (HV // H) == 0 and i_v == 0:
-                        key = ring.index(place).load(PIECE)
+            rows = load_stages(ring, place, 2 * KB, OPERAND, G)
+            xq = rows[:KB]
+            xk = rows[KB:]
+            if WRITE and not RAW:
+                if i_hv % (HV // H) == 0 and i_v == 0:
+                    for b in gl.static_range(KB):
+                        key = ring.index((place + KB + b) % RING).load(PIECE)
                         out = gl.arange(0, 128, layout=gl.SliceLayout(0, PIECE))
                         p_key = base[3] + b * 128 + (index[0].to(gl.int64) * G.HK)[:, None] + out[None, :]
                         gl.store(p_key, key, mask=(index[0] >= 0)[:, None])
-                place = refill(ring, place, n, indices, base, stride, KB + b, G)
+            place = refill(ring, place, n, indices, base, stride, 0, 2 * KB, G)
             # One product for both: a warp's tile is [8 rows of q; 8 rows of k].
             operands = ()
             for b in gl.static_range(KB):
                 a = gl.join(xq[b].reshape([NW, 8, 128]), xk[b].reshape([NW, 8, 128]))
                 a = a.permute(0, 3, 1, 2).reshape([2 * BW, 128])
                 operands = operands + (gl.convert_layout(a, DOT, assert_trivial=True),)
-            if not LATE:
-                acc = product(operands, state, BW, KB, MMA)
-            qq = gl.zeros([BW], gl.float32, gl.SliceLayout(1, OPERAND))
-            kk = qq
-            qk = qq
+            acc = product(operands, state, BW, KB, MMA)
+            LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dots_layout(NW), k_width=2)
+            lefts = ()
             for b in gl.static_range(KB):
-                q32 = xq[b].to(gl.float32)
-                k32 = xk[b].to(gl.float32)
-                qq += gl.sum(q32 * q32, axis=1)
-                kk += gl.sum(k32 * k32, axis=1)
-                qk += gl.sum(q32 * k32, axis=1)
-            q_scale = scale * gl.rsqrt(gl.convert_layout(qq, ROW, assert_trivial=True) + L2NORM_EPS)
-            k_scale = gl.rsqrt(gl.convert_layout(kk, ROW, assert_trivial=True) + L2NORM_EPS)
-            qk = gl.convert_layout(qk, ROW, assert_trivial=True) * q_scale * k_scale
+                a = gl.join(xq[b].reshape([NW, 8, 128]), xk[b].reshape([NW, 8, 128]))
+                a = a.permute(0, 3, 1, 2).reshape([NW, 16, 128])
+                lefts = lefts + (gl.convert_layout(a, LEFT, assert_trivial=True),)
+            qq, _kq = key_dots(lefts, xq, KB, NW)
+            qk, kk = key_dots(lefts, xk, KB, NW)
+            q_scale = scale * gl.rsqrt(qq + L2NORM_EPS)
+            k_scale = gl.rsqrt(kk + L2NORM_EPS)
+            qk = qk * q_scale * k_scale
 
             decays = ()
             for j in gl.static_range(T):
@@ -378,18 +439,9 @@ def gated_delta_replay_hopper_kernel(
                 decays = decays + (gl.load(p_decay, mask=at >= 0, other=0.0),)
             coefficients = ()
             for j in gl.static_range(T):
-                cq = gl.zeros([BW], gl.float32, gl.SliceLayout(1, OPERAND))
-                ck = cq
-                for b in gl.static_range(KB):
-                    async_copy.wait_group(RING - 1)
-                    key32 = ring.index(place).load(OPERAND).to(gl.float32)
-                    place = refill(ring, place, n, indices, base, stride, G.KEYS + j * KB + b, G)
-                    cq += gl.sum(key32 * xq[b].to(gl.float32), axis=1)
-                    ck += gl.sum(key32 * xk[b].to(gl.float32), axis=1)
-                coefficients = coefficients + (
-                    gl.convert_layout(cq, ROW, assert_trivial=True),
-                    gl.convert_layout(ck, ROW, assert_trivial=True),
-                )
+                keys = load_stages(ring, place, KB, OPERAND, G)
+                place = refill(ring, place, n, indices, base, stride, G.KEYS + j * KB, KB, G)
+                coefficients = coefficients + key_dots(lefts, keys, KB, NW)
             # Decays as suffix sums of g, so that nothing is ever divided by a decay.
             decay = b_g
             weights = ()
@@ -398,8 +450,6 @@ def gated_delta_replay_hopper_kernel(
                 decay = decay + decays[T - 1 - i]
             decay = gl.exp(decay)
 
-            if LATE:
-                acc = product(operands, state, BW, KB, MMA)
             if KB == 1:
                 acc, _a = warpgroup_mma_wait(0, deps=[acc, operands[0]])
             else:
@@ -408,25 +458,13 @@ def gated_delta_replay_hopper_kernel(
             uq = to_pieces(uq.reshape([BW, 128]), BW, NW) * (q_scale * decay)[:, None]
             uk = to_pieces(uk.reshape([BW, 128]), BW, NW) * (k_scale * decay)[:, None]
             for j in gl.static_range(T):
-                if DS == 1:
-                    async_copy.wait_group(RING - 1)
-                    delta = ring.index(place).load(PIECE).to(gl.float32)
-                else:
-                    async_copy.wait_group(RING - 1)
-                    low = ring.index(place)._reinterpret(gl.float32, [BW, 64], half_image(NW))
-                    low = low.load(half_piece_layout(NW))
-                    place = refill(ring, place, n, indices, base, stride, G.DELTAS + j * 2, G)
-                    async_copy.wait_group(RING - 1)
-                    high = ring.index(place)._reinterpret(gl.float32, [BW, 64], half_image(NW))
-                    high = high.load(half_piece_layout(NW))
-                    delta = gl.join(low, high).permute(0, 2, 1).reshape([BW, 128])
-                    delta = gl.convert_layout(delta, PIECE, assert_trivial=True)
-                place = refill(ring, place, n, indices, base, stride, G.DELTAS + j * DS + DS - 1, G)
-                uq += delta * (coefficients[2 * j] * q_scale * weights[T - 1 - j])[:, None]
-                uk += delta * (coefficients[2 * j + 1] * k_scale * weights[T - 1 - j])[:, None]
-            async_copy.wait_group(RING - 1)
-            b_v = ring.index(place).load(PIECE).to(gl.float32)
-            place = refill(ring, place, n, indices, base, stride, G.LAST, G)
+                delta = load_delta(ring, place, G)
+                place = refill(ring, place, n, indices, base, stride, G.DELTAS + j * DS, DS, G)
+                weight = weights[T - 1 - j]
+                uq += delta * (coefficients[2 * j] * q_scale * weight)[:, None]
+                uk += delta * (coefficients[2 * j + 1] * k_scale * weight)[:, None]
+            b_v = load_stages(ring, place, 1, PIECE, G)[0].to(gl.float32)
+            place = refill(ring, place, n, indices, base, stride, G.LAST, 1, G)
             delta = b_beta[:, None] * (b_v - uk)
             out = gl.arange(0, 128, layout=gl.SliceLayout(0, PIECE))
             b_o = (uq + delta * qk[:, None]).to(p_o.dtype.element_ty)

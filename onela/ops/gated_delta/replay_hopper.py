@@ -27,14 +27,12 @@ class HopperConfig:
         num_warps: 4 (tiles of 32 rows, two programs on a multiprocessor at K = 128) or 8 (tiles of 64, one program).
         ring: stages of `[8 * num_warps, 128]` in flight.
         splits: programs per average request, head and 128 columns.
-        late: start the product with the state after the dot products with the keys; fewer registers live at a time.
-        overlap: let the launch begin while the kernel before it drains (it waits for it before it reads anything).
+        overlap: begin while the kernel before drains: the state is loaded then, everything else after it has ended.
     """
 
     num_warps: int = 4
     ring: int = 6
     splits: int = 1
-    late: bool = False
     overlap: bool = True
 
 
@@ -92,7 +90,8 @@ def replay_step_hopper(
     no traffic, but some arithmetic.
 
     Args:
-        q, k: [N, H, K] bf16; not normalised. k may be None: then it already lies in `records_k[slots]`. K is 128 or 256.
+        q, k: [N, H, K] bf16, K of 128 or 256; not normalised. k may be None: then it already lies in
+            `records_k[slots]`.
         v: [N, HV, V] bf16; V is a multiple of 128.
         g, beta: [N, HV] fp32.
         recurrent_state: [num_prompts, HV, 2, V, K] bf16 from `split_state`.
@@ -109,10 +108,13 @@ def replay_step_hopper(
     Writes: records_g, records_delta and (unless k is None) records_k at `slots`.
     Layout: state and records are contiguous; rows of q, k and v are contiguous in themselves, and may lie apart by a
         multiple of 16 elements.
-    Padding: rows whose slot is PAD, of a prompt that is PAD, or past `cu_rows[-1]`, read and write nothing and give zeros.
+    Padding: rows whose slot is PAD, of a prompt that is PAD, or past `cu_rows[-1]`, read and write nothing and give
+        zeros.
     Aliasing: ancestors may repeat between rows; no slot that is written is read as an ancestor in the same launch.
-    Numerics: fp32 accumulation; the state as hi + lo, about 16 bits of mantissa; deterministic; a row does not depend on
-        the other rows.
+        recurrent_state, cu_rows and prompts must not be written by the very kernel that was launched before this one:
+        they are read while it drains (programmatic dependent launch). Anything older, and every other tensor, is safe.
+    Numerics: fp32 accumulation; the state as hi + lo, about 16 bits of mantissa; deterministic; a row does not depend
+        on the other rows.
     Raises: ShapeError, DtypeError, UnavailableError (no Hopper GPU).
     """
     return launch_hopper(
@@ -184,8 +186,7 @@ def launch_hopper(
     if config is None:
         config = choose_hopper(N, B, HV, K, V, T, wide, _multiprocessors(q.device))
     rows = rows_per_program(N, B, config)
-    stages = (2 + T) * (K // 128) + T * (2 if wide else 1) + 1
-    ring = min(config.ring, 2 * stages)
+    ring = min(config.ring, 2 * stages_of_tile(K, T, wide))
     key = records_k if k is None else k
     gated_delta_replay_hopper_kernel[(triton.cdiv(N, rows) * HV * (V // 128),)](
         *(q, key, v, g, beta, recurrent_state, records_g, records_delta, records_k),
@@ -200,10 +201,9 @@ def launch_hopper(
         BPAD=max(32, triton.next_power_of_2(B)),
         NW=config.num_warps,
         RING=ring,
-        LATE=config.late,
         RAW=k is None,
         WRITE=write_records,
-        PDL=config.overlap,
+        OVERLAP=config.overlap,
         num_warps=config.num_warps,
         launch_pdl=config.overlap,
     )
@@ -216,33 +216,34 @@ def rows_per_program(N: int, B: int, config: HopperConfig) -> int:
     return int(triton.cdiv(average, config.splits))
 
 
+def stages_of_tile(K: int, T: int, wide: bool) -> int:
+    """Ring stages that one tile takes: q, k, then T keys and deltas, then v. `wide`: deltas are fp32."""
+    return (2 + T) * (K // 128) + T * (2 if wide else 1) + 1
+
+
 @lru_cache(maxsize=4096)
 def choose_hopper(
     N: int, B: int, HV: int, K: int, V: int, T: int, wide: bool, multiprocessors: int
 ) -> HopperConfig:
-    """The cut with the least bytes on the busiest multiprocessor: tiles and state blocks, over the waves of programs."""
-    late = T >= 3 or K > 128
+    """The cut with the least bytes to move one after the other: a program's tiles and states, times the waves."""
+    num_warps, together = (4, 2) if K == 128 else (8, 1)
+    BW = 8 * num_warps
+    stages = stages_of_tile(K, T, wide)
+    # Measured: when a tile's stages are one less than a multiple of the ring, the step takes up to 20 % longer.
+    ring = 5 if stages % 6 == 5 else min(6, 2 * stages)
+    tile = BW * 256 * (stages + (3 if wide else 2))
+    state = 4 * 128 * K
     average = triton.cdiv(N, max(B, 1))
-    best: tuple[float, HopperConfig] | None = None
-    for num_warps in (4, 8):
-        if K > 128 and num_warps == 4:
-            continue
-        BW = 8 * num_warps
-        ring = 6 if num_warps == 4 or K > 128 else 10
-        tile = BW * 256 * ((2 + T) * (K // 128) + T * (2 if wide else 1) + (4 if wide else 3))
-        state = 4 * 128 * K
-        together = 2 if num_warps == 4 else 1
-        for splits in range(1, max(1, triton.cdiv(average, BW)) + 1):
-            if average % splits and splits > 1:
-                continue
-            config = HopperConfig(num_warps=num_warps, ring=ring, splits=splits, late=late)
-            rows = rows_per_program(N, B, config)
-            programs = triton.cdiv(N, rows) * HV * (V // 128)
-            waves = triton.cdiv(programs, together * multiprocessors)
-            cost = waves * together * (triton.cdiv(rows, BW) * tile + state)
-            if best is None or cost < best[0]:
-                best = (cost, config)
-    assert best is not None
+    best = (float("inf"), HopperConfig(num_warps=num_warps, ring=ring))
+    for splits in range(1, triton.cdiv(average, BW) + 1):
+        config = HopperConfig(num_warps=num_warps, ring=ring, splits=splits)
+        rows = rows_per_program(N, B, config)
+        waves = triton.cdiv(triton.cdiv(N, rows) * HV * (V // 128), together * multiprocessors)
+        # A program that begins in the middle of a request and ends in the next loads two states.
+        requests = 1 if B <= 1 or average % rows == 0 else 2
+        cost = waves * ((triton.cdiv(rows, BW) + requests - 1) * tile + requests * state)
+        if cost < best[0]:
+            best = (cost, config)
     return best[1]
 
 

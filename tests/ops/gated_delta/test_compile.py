@@ -20,8 +20,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from onela.ops.gated_delta._replay_hopper_kernel import gated_delta_replay_hopper_kernel as kernel
 
 K, V, T, NW, RING, raw, delta, out = [int(x) if x.isdigit() else x for x in sys.argv[1:]]
-sizes = dict(H=4, HV=8, K=K, V=V, T=T, BPAD=32, NW=NW, RING=RING, LATE=T >= 3 or K > 128, RAW=raw == "raw",
-             WRITE=True, PDL=True)
+sizes = dict(H=4, HV=8, K=K, V=V, T=T, BPAD=32, NW=NW, RING=RING, RAW=raw == "raw", WRITE=True, OVERLAP=True)
 types = dict(p_q="*bf16", p_k="*bf16", p_v="*bf16", p_g="*fp32", p_beta="*fp32", p_state="*bf16", p_records_g="*fp32",
              p_records_delta=delta, p_records_k="*bf16", p_slots="*i32", p_ancestors="*i32", p_cu_rows="*i32",
              p_prompts="*i32", p_o=out, scale="fp32")
@@ -44,7 +43,7 @@ CASES = [
     ("128 128 0 4 6 raw *bf16 *bf16", 0, 113),
     pytest.param("128 128 5 4 6 raw *bf16 *bf16", 0, 113, marks=pytest.mark.slow),
     pytest.param("128 256 3 8 10 given *fp32 *fp32", 0, 227, marks=pytest.mark.slow),
-    pytest.param("256 128 5 8 6 raw *bf16 *bf16", 200, 227, marks=pytest.mark.slow),
+    pytest.param("256 128 5 8 6 raw *bf16 *bf16", 40, 227, marks=pytest.mark.slow),
 ]
 
 
