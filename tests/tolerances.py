@@ -29,3 +29,10 @@ LAYER_STEP = {
 }
 """The fused layer step. fp32: a state of 16 bits of mantissa, under a norm. bf16: q, k and v are rounded before replay
 (the interpreter truncates), so that single values differ by units in the last place, and the norm divides by them."""
+
+ROWS = {
+    "fp32": {"rtol": 2e-5, "atol": 2e-5},
+    "bf16": {"rtol": 2**-5, "atol": 2**-5},
+}
+"""Norms, rotary positions, gates and the convolution's step: fp32 sums in another order; up to three roundings to
+bf16 (the interpreter truncates)."""

@@ -1,0 +1,62 @@
+"""Which implementation of attention runs: Hopper kernel, portable kernel or reference, as the tensors allow."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from onela.ops.attention.reference import beam_attention_ref
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def beam_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    prompt_lens: Tensor,
+    records_k: Tensor,
+    records_v: Tensor,
+    slots: Tensor,
+    ancestors: Tensor,
+    cu_rows: Tensor,
+    prompts: Tensor,
+    depths: Tensor,
+    scale: float | None = None,
+) -> Tensor:
+    """`beam_attention_ref` by the fastest kernel that can: every beam attends to its prompt, its ancestors and itself.
+
+    On a GPU: the Hopper kernel where it is one and it takes these tensors, else the portable one where heads are at
+    most 256 wide and pages a power of two of at least 16 tokens. Otherwise, and on a CPU: the reference.
+
+    Args, Returns, Writes, Padding, Aliasing: as in `beam_attention_ref`.
+    Numerics: fp32 scores and softmax; the kernels round the weights to q's dtype; deterministic.
+    Raises: ShapeError, DtypeError.
+    """
+    step = {
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "page_table": page_table,
+        "prompt_lens": prompt_lens,
+        "records_k": records_k,
+        "records_v": records_v,
+        "slots": slots,
+        "ancestors": ancestors,
+        "cu_rows": cu_rows,
+        "prompts": prompts,
+        "depths": depths,
+    }
+    page_size = k_cache.shape[1]
+    paged = page_size >= 16 and page_size & (page_size - 1) == 0 and k_cache.dtype == q.dtype
+    if not (q.is_cuda and q.dtype in FLOATS and q.shape[-1] <= 256 and paged):
+        return beam_attention_ref(q, k, v, **step, scale=scale)
+    from onela.ops.attention.decode import beam_attention_triton
+    from onela.ops.attention.decode_hopper import beam_attention_hopper, supports
+
+    if supports(q, k_cache, records_k):
+        return beam_attention_hopper(q, k, v, **step, scale=scale)
+    return beam_attention_triton(q, k, v, **step, scale=scale)

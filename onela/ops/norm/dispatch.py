@@ -1,0 +1,56 @@
+"""Which implementation of a row-wise op runs: the kernel for tensors on a GPU, else the reference."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from onela.ops.norm.reference import gated_rms_norm_ref, rms_norm_ref, rotary_ref, swiglu_ref
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, *, eps: float, zero_centered: bool = True, residual: Tensor | None = None
+) -> Tensor:
+    """`rms_norm_ref`, by its kernel on a GPU. Same arguments, results and errors."""
+    if _readable(x, residual):
+        from onela.ops.norm.kernels import rms_norm_triton
+
+        return rms_norm_triton(x, weight, eps=eps, zero_centered=zero_centered, residual=residual)
+    return rms_norm_ref(x, weight, eps=eps, zero_centered=zero_centered, residual=residual)
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+    """`gated_rms_norm_ref`, by its kernel on a GPU. Same arguments, results and errors."""
+    if _readable(x, gate):
+        from onela.ops.norm.kernels import gated_rms_norm_triton
+
+        return gated_rms_norm_triton(x, gate, weight, eps=eps)
+    return gated_rms_norm_ref(x, gate, weight, eps=eps)
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`rotary_ref`, by its kernel on a GPU. Same arguments, results and errors."""
+    if _readable(x, None):
+        from onela.ops.norm.kernels import rotary_triton
+
+        return rotary_triton(x, cos, sin)
+    return rotary_ref(x, cos, sin)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """`swiglu_ref`, by its kernel on a GPU. Same arguments, results and errors."""
+    if gate_up.dim() == 2 and _readable(gate_up, None):
+        from onela.ops.norm.kernels import swiglu_triton
+
+        return swiglu_triton(gate_up)
+    return swiglu_ref(gate_up)
+
+
+def _readable(x: Tensor, other: Tensor | None) -> bool:
+    """Whether the kernels can read the tensors: on a GPU, two or three axes, the last one contiguous."""
+    tensors = (x,) if other is None else (x, other)
+    return x.is_cuda and all(
+        t.dim() in (2, 3) and t.dtype in FLOATS and t.stride(-1) == 1 and t.shape == x.shape for t in tensors
+    )
