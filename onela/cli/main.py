@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from onela.cli import capacity, catalog, recommend, verify, version
+from onela.cli import capacity, catalog, evaluate, recommend, verify, version
 from onela.errors import OneLAError
 
 typer_app = typer.Typer(
@@ -20,6 +20,7 @@ typer_app = typer.Typer(
 typer_app.command("recommend")(recommend.recommend)
 typer_app.command("capacity")(capacity.capacity)
 typer_app.command("verify")(verify.verify)
+typer_app.command("evaluate")(evaluate.evaluate_command)
 typer_app.command("version")(version.version)
 typer_app.add_typer(catalog.catalog_app, name="catalog")
 
