@@ -11,6 +11,8 @@ from onela.cli.common import JsonOption, VocabularyOption, print_json, print_tab
 from onela.engine.tokenizer import load_tokenizer
 from onela.errors import CheckpointError
 from onela.items import ItemCatalog, SidVocabulary
+from onela.items.convert import convert_catalog
+from onela.items.readers import READERS
 
 catalog_app = typer.Typer(help="Check, inspect and convert item catalogues.", no_args_is_help=True)
 
@@ -49,6 +51,39 @@ def inspect(model: Annotated[Path, typer.Argument(help="Checkpoint directory wit
     found = _vocabulary(model, None)
     assert found is not None
     typer.echo(found.describe())
+
+
+@catalog_app.command("convert")
+def convert(
+    source: Annotated[Path, typer.Argument(help="Catalogue in any known format.")],
+    target: Annotated[
+        Path, typer.Argument(help="*.jsonl, *.parquet, or a directory that loads memory-mapped.")
+    ],
+    model: ModelOption = None,
+    vocabulary: VocabularyOption = None,
+    source_format: Annotated[str, typer.Option("--format", help=f"auto, {', '.join(READERS)}.")] = "auto",
+    radix: Annotated[
+        int | None, typer.Option(min=2, help="Packed keys: codes per level; default: the codebook size.")
+    ] = None,
+    num_levels: Annotated[int | None, typer.Option(min=1, help="Packed keys: codes per key.")] = None,
+    info: Annotated[Path | None, typer.Option(help="MiniOneRec: the info.txt beside index.json.")] = None,
+    keep_best: Annotated[
+        bool,
+        typer.Option("--keep-best", help="An item given twice keeps its heaviest SID instead of failing."),
+    ] = False,
+) -> None:
+    """Read a catalogue in any known format and write it in one of ours."""
+    catalog = convert_catalog(
+        source,
+        target,
+        _vocabulary(model, vocabulary),
+        source_format,
+        num_levels=num_levels,
+        radix=radix,
+        info=info,
+        duplicates="best" if keep_best else "error",
+    )
+    typer.echo(f"{target}: {catalog.num_items} items on {catalog.num_sids} SIDs, version {catalog.version}")
 
 
 def _vocabulary(model: Path | None, vocabulary: Path | None) -> SidVocabulary | None:

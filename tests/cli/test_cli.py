@@ -124,6 +124,17 @@ def test_catalog_check(files: dict[str, str], tmp_path: Path) -> None:
     assert "line 2" in run("catalog", "check", str(broken), code=2).stderr
 
 
+def test_catalog_convert(files: dict[str, str], tmp_path: Path) -> None:
+    for target in ("items.parquet", "saved", "again.jsonl"):
+        done = run("catalog", "convert", files["items.jsonl"], str(tmp_path / target))
+        assert "40 items on 40 SIDs" in done.stdout
+    versions = {
+        json.loads(run("catalog", "check", str(tmp_path / target), "--json").stdout)["version"]
+        for target in ("items.parquet", "saved", "again.jsonl")
+    }
+    assert len(versions) == 1
+
+
 def test_errors_are_one_line_and_exit_code_2(files: dict[str, str]) -> None:
     for args in (
         ["recommend", "/nowhere", "--tokens", "1"],
