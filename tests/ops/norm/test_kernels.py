@@ -9,7 +9,7 @@ from onela.ops.norm import gated_rms_norm_ref, rms_norm_ref, rotary_ref, swiglu_
 from tests.tolerances import ROWS
 
 pytest.importorskip("triton")
-from onela.ops.norm.kernels import (  # noqa: E402
+from onela.ops.norm.kernels import (
     gated_rms_norm_triton,
     rms_norm_triton,
     rotary_triton,

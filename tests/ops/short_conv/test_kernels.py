@@ -10,7 +10,7 @@ from tests.ops.trees import SHAPES, random_tree
 from tests.tolerances import ROWS
 
 pytest.importorskip("triton")
-from onela.ops.short_conv.kernels import short_conv_step_triton  # noqa: E402
+from onela.ops.short_conv.kernels import short_conv_step_triton
 
 
 @pytest.mark.parametrize("widths", SHAPES)
