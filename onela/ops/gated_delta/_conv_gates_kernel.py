@@ -8,7 +8,7 @@ so it is summed once; a beam's own window is gathered through its ancestors. The
 import triton
 import triton.language as tl
 
-from onela.ops.gated_delta._replay_kernel import load_request
+from onela.ops.gated_delta._replay_kernel import load_request, sigmoid
 
 
 @triton.jit
@@ -87,6 +87,7 @@ def conv_gates_kernel(
     BLOCK_W: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_HV: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):
     i_split = tl.program_id(0)
     i_c = tl.program_id(1)
@@ -119,7 +120,7 @@ def conv_gates_kernel(
                 b_input = tl.load(p_input, mask=(i_back >= 0)[:, None], other=0.0).to(tl.float32)
                 b_y += b_input * tl.load(p_weight + o_c * KERNEL + KERNEL - 1 - i).to(tl.float32)[None, :]
         tl.store(p_records_x + (i_slot * C)[:, None] + o_c[None, :], b_x, mask=m_live[:, None])
-        b_y = b_y / (1.0 + tl.exp(-b_y))
+        b_y = b_y * sigmoid(b_y, UPCAST)
         # A block lies in q, in k or in v: the first and the last go to the second launch, k to its record.
         if i_c * BLOCK_C // QK == 1:
             p_key = p_records_k + (i_slot * QK)[:, None] + (o_c - QK)[None, :]

@@ -154,14 +154,31 @@ def load_rows(p_row, i_rows, m_rows, i_head, o_x, s_n, s_h):
 
 
 @triton.jit
-def gated_norm(b_o, b_z, b_weight, eps, V: tl.constexpr):
+def sigmoid(x, UPCAST: tl.constexpr):
+    """1 / (1 + exp(-x)), by the approximate instructions alone: a division takes several times as many."""
+    if UPCAST:
+        return 1.0 / (1.0 + tl.exp(-x))
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 t; mul.ftz.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t; add.ftz.f32 t, t, 0f3F800000; "
+            "rcp.approx.ftz.f32 $0, t; }",
+            "=f,f",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+
+
+@triton.jit
+def gated_norm(b_o, b_z, b_weight, eps, V: tl.constexpr, UPCAST: tl.constexpr):
     """Norm every row, round to the gate's dtype, times the weight, times silu of the gate."""
     b_o = b_o * tl.rsqrt(tl.sum(b_o * b_o, 1) / V + eps)[:, None]
     b_o = b_o.to(b_z.dtype).to(tl.float32) * b_weight.to(tl.float32)[None, :]
     if b_weight.dtype == b_z.dtype:
         b_o = b_o.to(b_z.dtype).to(tl.float32)
     b_z = b_z.to(tl.float32)
-    return b_o * b_z / (1.0 + tl.exp(-b_z))
+    return b_o * b_z * sigmoid(b_z, UPCAST)
 
 
 @triton.jit
@@ -209,18 +226,38 @@ def load_stacked(
 
 
 @triton.jit
+def prefetch_lines(p_line, m_line):
+    """Ask for lines of 128 bytes to be brought to the L2 cache; addresses are int64 and of any shape."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [p_line, m_line.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def prefetch_pair(p_a, p_b, m_a, m_b, A: tl.constexpr, B: tl.constexpr):
+    """Prefetch two sets of rows, of A and B elements, all threads asking for lines of their own."""
+    SIZE: tl.constexpr = p_a.dtype.element_ty.primitive_bitwidth // 8
+    LINES: tl.constexpr = (max(A, B) * SIZE + 127) // 128
+    o_line = tl.arange(0, 2 * LINES)[None, :]
+    o_byte = o_line % LINES * 128
+    p_line = tl.where(o_line < LINES, p_a.to(tl.int64)[:, None], p_b.to(tl.int64)[:, None]) + o_byte
+    m_line = tl.where(o_line < LINES, m_a[:, None], m_b[:, None])
+    if A != B:
+        m_line = m_line & (o_byte < tl.where(o_line < LINES, A * SIZE, B * SIZE))
+    prefetch_lines(p_line, m_line)
+
+
+@triton.jit
 def prefetch_rows(p_row, m_row, WIDTH: tl.constexpr):
-    """Ask for rows of WIDTH elements to be brought to the L2 cache; p_row and its mask are of any shape."""
+    """Prefetch rows of WIDTH elements; p_row and its mask are of any shape."""
     LINE: tl.constexpr = 1024 // p_row.dtype.element_ty.primitive_bitwidth
     for i in tl.static_range((WIDTH + LINE - 1) // LINE):
-        tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
-            "=r,l,r",
-            [(p_row + i * LINE).to(tl.int64), m_row.to(tl.int32)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        prefetch_lines((p_row + i * LINE).to(tl.int64), m_row)
 
 
 @triton.jit
@@ -308,10 +345,11 @@ def gated_delta_replay_kernel(
     if PREFETCH:
         # The first tile and the second half of the state come while the first half is waited for.
         i_rows = (begin + o_w).to(tl.int64)
-        prefetch_rows(p_q + i_rows * s_q_n + i_h * s_q_h, i_rows < end, K)
-        prefetch_rows(p_v + i_rows * s_v_n + i_hv * s_v_h + i_v * BLOCK_V, i_rows < end, BLOCK_V)
+        p_first = p_v + i_rows * s_v_n + i_hv * s_v_h + i_v * BLOCK_V
+        prefetch_pair(p_q + i_rows * s_q_n + i_h * s_q_h, p_first, i_rows < end, i_rows < end, K, BLOCK_V)
         if SPLIT_STATE:
-            prefetch_rows(p_state + ((i_prompt * HV + i_hv) * 2 + 1) * (V * K) + o_v * K, o_v >= 0, K)
+            p_low = p_state + ((i_prompt * HV + i_hv) * 2 + 1) * (V * K) + o_v * K
+            prefetch_rows(p_low, o_v >= 0, K)
     b_high, b_low = load_state(p_state, i_prompt, i_hv, o_k, o_v, HV, K, V, SPLIT_STATE)
     step = num_splits * BLOCK_W
     for start in range(begin, end, step):
@@ -336,15 +374,19 @@ def gated_delta_replay_kernel(
             i_next = i_rows + step
             m_next = i_next < end
             b_next = load_ancestors(p_ancestors, i_next, m_next, depth, s_ancestors, DEPTH_TILE, MAX_DEPTH)
-            prefetch_rows(p_q + i_next * s_q_n + i_h * s_q_h, m_next, K)
+            p_next_v = p_v + i_next * s_v_n + i_hv * s_v_h + i_v * BLOCK_V
+            prefetch_pair(p_q + i_next * s_q_n + i_h * s_q_h, p_next_v, m_next, m_next, K, BLOCK_V)
             if KEY_IS_RECORD:
-                i_key = tl.load(p_slots + i_next, mask=m_next, other=-1).to(tl.int64)
-                prefetch_rows(p_records_k + (i_key * H + i_h) * K, i_key >= 0, K)
+                i_slot_next = tl.load(p_slots + i_next, mask=m_next, other=-1).to(tl.int64)
+                p_next_k = p_records_k + (i_slot_next * H + i_h) * K
+                m_next_k = i_slot_next >= 0
             else:
-                prefetch_rows(p_k + i_next * s_k_n + i_h * s_k_h, m_next, K)
-            prefetch_rows(p_v + i_next * s_v_n + i_hv * s_v_h + i_v * BLOCK_V, m_next, BLOCK_V)
+                p_next_k = p_k + i_next * s_k_n + i_h * s_k_h
+                m_next_k = m_next
             if NORM:
-                prefetch_rows(p_z + i_rows * s_z + i_hv * V, m_live, V)
+                prefetch_pair(p_next_k, p_z + i_rows * s_z + i_hv * V, m_next_k, m_live, K, V)
+            else:
+                prefetch_rows(p_next_k, m_next_k, K)
         b_uq, b_uk, b_q_scale, b_k_scale, b_qk = replay_tile(
             b_x, b_high, b_low, b_ancestors, depth, p_records_g, p_records_delta, p_records_k,
             i_h, i_hv, o_k, o_v, scale, H, HV, K, V, MAX_DEPTH, DEPTH_TILE, STAGES, UPCAST,
@@ -367,7 +409,7 @@ def gated_delta_replay_kernel(
             tl.store(p_records_g + i_slot * HV + i_hv, b_g, mask=m_live)
         if NORM:
             b_z = load_rows(p_z, i_rows, m_live, i_hv, o_v, s_z, V)
-            b_o = gated_norm(b_o, b_z, tl.load(p_norm_weight + o_v), norm_eps, V)
+            b_o = gated_norm(b_o, b_z, tl.load(p_norm_weight + o_v), norm_eps, V, UPCAST)
         b_o = tl.where(m_live[:, None], b_o, 0.0)
         p_out = p_o + ((i_rows * HV + i_hv) * V)[:, None] + o_v[None, :]
         tl.store(p_out, b_o.to(p_o.dtype.element_ty), mask=m_rows[:, None])

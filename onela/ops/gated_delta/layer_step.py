@@ -12,12 +12,9 @@ from onela.errors import DtypeError
 from onela.ops._checks import check_float, check_groups, check_shape
 from onela.ops.gated_delta._checks import check_layout, check_records, check_size, check_state, check_step
 from onela.ops.gated_delta._conv_gates_kernel import conv_gates_kernel
-from onela.ops.gated_delta._launch import choose_splits
+from onela.ops.gated_delta._launch import INTERPRETED, choose_splits
 from onela.ops.gated_delta.replay import choose_replay, launch_replay
 from onela.ops.norm import gated_rms_norm
-
-MAX_CHANNELS = 512
-"""Most channels in a program of the first launch."""
 
 
 def gated_delta_layer_step_triton(
@@ -82,22 +79,26 @@ def gated_delta_layer_step_triton(
         HV=HV,
     )
     q, v = qv[:, : H * K].unflatten(1, (H, K)), qv[:, H * K :].unflatten(1, (HV, V))
-    fused = choose_replay(K, V, q.dtype, q.device).block_v == V
-    o = launch_replay(
-        q,
-        None,
-        v,
-        g,
-        beta,
-        recurrent_state=recurrent_state,
-        records_g=records_g,
-        records_delta=records_delta,
-        records_k=records_k,
-        slots=slots,
-        ancestors=ancestors,
-        cu_rows=cu_rows,
-        prompts=prompts,
-        depths=depths,
+    replay = {
+        "recurrent_state": recurrent_state,
+        "records_g": records_g,
+        "records_delta": records_delta,
+        "records_k": records_k,
+    }
+    index = {"slots": slots, "ancestors": ancestors, "cu_rows": cu_rows, "prompts": prompts, "depths": depths}
+    hopper = q.is_cuda and _on_hopper(q, v, g, beta, ancestors=ancestors, prompts=prompts, **replay)
+    if hopper:
+        from onela.ops.gated_delta.replay_hopper import launch_hopper, rows_readable
+
+        fused = V == 128 and rows_readable(z.unflatten(1, (HV, V)))
+        launch = launch_hopper
+    else:
+        fused = choose_replay(K, V, q.dtype, q.device).block_v == V
+        launch = launch_replay
+    o = launch(
+        *(q, None, v, g, beta),
+        **replay,
+        **index,
         scale=None,
         out_dtype=mixed_qkv.dtype if fused else torch.float32,
         config=None,
@@ -107,6 +108,13 @@ def gated_delta_layer_step_triton(
         # Rows without a slot are zeros, and stay zeros under the norm.
         o = gated_rms_norm(o, z.unflatten(1, (HV, V)), norm_weight, eps=norm_eps)
     return o.reshape(N, HV * V)
+
+
+def _on_hopper(q: Tensor, v: Tensor, g: Tensor, beta: Tensor, **tensors: Tensor) -> bool:
+    """Whether the Hopper kernel takes the second launch. Imported late: the interpreter must not see Gluon."""
+    from onela.ops.gated_delta.replay_hopper import supports_hopper
+
+    return supports_hopper(q, None, v, g, beta, **tensors)
 
 
 def launch_conv_gates(
@@ -127,13 +135,14 @@ def launch_conv_gates(
     *,
     HV: int,
     block_w: int = 8,
-    num_warps: int = 4,
-    programs_per_sm: int = 16,
+    num_warps: int = 2,
+    programs_per_sm: int = 64,
+    max_channels: int = 256,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The first launch: writes records_x and records_k, returns q and v side by side, and g and beta."""
     N, C = mixed_qkv.shape
     QK = records_k[0].numel()
-    block_c = math.gcd(QK, C - 2 * QK, MAX_CHANNELS)
+    block_c = math.gcd(QK, C - 2 * QK, max_channels)
     qv = mixed_qkv.new_empty(N, C - QK)
     g = torch.empty(N, HV, dtype=torch.float32, device=mixed_qkv.device)
     beta = torch.empty_like(g)
@@ -153,6 +162,7 @@ def launch_conv_gates(
         BLOCK_W=block_w,
         BLOCK_C=block_c,
         BLOCK_HV=triton.next_power_of_2(HV),
+        UPCAST=INTERPRETED,
         num_warps=num_warps,
     )
     return qv, g, beta
