@@ -178,14 +178,16 @@ def test_a_full_queue_refuses_at_once() -> None:
 def test_stopping_drains_what_runs_and_refuses_what_comes() -> None:
     async def test() -> None:
         engine = AsyncEngine(fake_engine(max_prompts=1))
+        release = hold_steps(engine)
         engine.start()
         tasks = [
             asyncio.ensure_future(engine.generate(Request(prompt_token_ids=[5]), NARROW)) for _ in range(5)
         ]
-        while engine.num_waiting + engine.num_running < 5:
-            await asyncio.sleep(0)
+        while engine.num_waiting < 5:
+            await asyncio.sleep(0.001)
         stopping = asyncio.ensure_future(engine.stop(drain_s=20))
         await asyncio.sleep(0)
+        release()
         with pytest.raises(UnavailableError, match="shutting down"):
             await engine.generate(Request(prompt_token_ids=[5]), NARROW)
         assert all(result.items for result in await asyncio.gather(*tasks))
