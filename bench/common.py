@@ -50,6 +50,17 @@ def commit() -> str | None:
     return head + ("+" if dirty else "") if head else None
 
 
+def command() -> str:
+    """The command line, without the options that say where the line goes and what it is called."""
+    kept, words = [], iter(sys.argv)
+    for word in words:
+        if word in ("--out", "--commit"):
+            next(words, None)
+        else:
+            kept.append(word)
+    return "python " + shlex.join(kept)
+
+
 def append_result(
     bench: str,
     *,
@@ -88,7 +99,7 @@ def append_result(
     line |= machine()
     line["commit"] = more.pop("commit", None) or commit()
     line["date"] = datetime.date.today().isoformat()
-    line["command"] = "python " + shlex.join(sys.argv)
+    line["command"] = command()
     line |= more
     path = out or RESULTS / f"{bench}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)

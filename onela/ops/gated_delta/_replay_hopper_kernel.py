@@ -46,6 +46,8 @@ class Geometry:
     """Whether the key already lies in its record."""
     DS: int
     """Stages of a delta row: two when it is fp32."""
+    NORM: bool
+    """Whether the output is normalised and gated: one more stage, the gate z."""
 
     def __post_init__(self):
         put = object.__setattr__
@@ -57,14 +59,14 @@ class Geometry:
         put(self, "KEYS", 2 * self.KB)
         put(self, "DELTAS", self.KEYS + self.T * self.KB)
         put(self, "LAST", self.DELTAS + self.T * self.DS)
-        put(self, "STAGES", self.LAST + 1)
+        put(self, "STAGES", self.LAST + 1 + self.NORM)
         # Tiles ahead of the present one that a copy may belong to.
-        put(self, "REACH", (self.RING + self.LAST) // self.STAGES)
+        put(self, "REACH", (self.RING + self.STAGES - 1) // self.STAGES)
 
 
 @gluon.constexpr_function
-def geometry(H, HV, K, V, T, NW, RING, RAW, DS):
-    return Geometry(H, HV, K, V, T, NW, RING, RAW, DS)
+def geometry(H, HV, K, V, T, NW, RING, RAW, DS, NORM):
+    return Geometry(H, HV, K, V, T, NW, RING, RAW, DS, NORM)
 
 
 @gluon.constexpr_function
@@ -169,8 +171,10 @@ def copy_stage(ring, place, n, index, base, stride, S: gl.constexpr, G: gl.const
             at = gl.convert_layout(at, gl.SliceLayout(1, HALF), assert_trivial=True)
             p_rows = base[4] + (at.to(gl.int64) * G.HVV)[:, None] + cols[None, :]
             async_copy.async_copy_global_to_shared(dst, p_rows, mask=(at >= 0)[:, None])
-    else:
+    elif S == G.LAST:
         copy_rows(dst, base[2], n.to(gl.int64) * stride[2], index[0] >= 0, PIECE)
+    else:
+        copy_rows(dst, base[5], n.to(gl.int64) * stride[3], index[0] >= 0, PIECE)
 
 
 @gluon.jit
@@ -280,6 +284,32 @@ def to_pieces(u, BW: gl.constexpr, NW: gl.constexpr):
     return gl.convert_layout(u, piece_layout(NW), assert_trivial=True)
 
 
+@gluon.jit
+def gated_norm(o, z, weight, eps, COLUMNS: gl.constexpr):
+    """Norm every row, round to the gate's dtype, times the weight, times silu of the gate."""
+    o = o * gl.rsqrt(gl.sum(o * o, axis=1) / COLUMNS + eps)[:, None]
+    o = o.to(z.dtype).to(gl.float32) * weight.to(gl.float32)[None, :]
+    if weight.dtype == z.dtype:
+        o = o.to(z.dtype).to(gl.float32)
+    z = z.to(gl.float32)
+    # By hand: a full division and an exponential with subnormals would take three times the instructions.
+    sigmoid = gl.inline_asm_elementwise(
+        """{
+        .reg .f32 e;
+        mul.ftz.f32 e, $1, 0fBFB8AA3B;
+        ex2.approx.ftz.f32 e, e;
+        add.ftz.f32 e, e, 0f3F800000;
+        rcp.approx.ftz.f32 $0, e;
+        }""",
+        "=f,f",
+        [z],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=1,
+    )
+    return o * (z * sigmoid)
+
+
 @gluon.jit(do_not_specialize=["N", "B", "rows_per_program", "s_g", "s_beta", "s_ancestors"])
 def gated_delta_replay_hopper_kernel(
     p_q,
@@ -295,14 +325,18 @@ def gated_delta_replay_hopper_kernel(
     p_ancestors,
     p_cu_rows,
     p_prompts,
+    p_z,
+    p_norm_weight,
     p_o,
     N,
     B,
     rows_per_program,
     scale,
+    norm_eps,
     s_q,
     s_k,
     s_v,
+    s_z,
     s_g,
     s_beta,
     s_ancestors,
@@ -316,10 +350,11 @@ def gated_delta_replay_hopper_kernel(
     RING: gl.constexpr,
     RAW: gl.constexpr,
     WRITE: gl.constexpr,
+    NORM: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
     DS: gl.constexpr = 1 if p_records_delta.dtype.element_ty == gl.bfloat16 else 2
-    G: gl.constexpr = geometry(H, HV, K, V, T, NW, RING, RAW, DS)
+    G: gl.constexpr = geometry(H, HV, K, V, T, NW, RING, RAW, DS, NORM)
     BW: gl.constexpr = G.BW
     KB: gl.constexpr = G.KB
     REACH: gl.constexpr = G.REACH
@@ -346,8 +381,9 @@ def gated_delta_replay_hopper_kernel(
     ring = gl.allocate_shared_memory(gl.bfloat16, [RING, BW, 128], row_image(NW))
 
     column = i_hv * V + i_v * 128
-    base = (p_q + i_h * K, p_k + i_h * K, p_v + column, p_records_k + i_h * K, p_records_delta + column)
-    stride = (s_q.to(gl.int64), s_k.to(gl.int64), s_v.to(gl.int64))
+    p_ks, p_deltas = p_records_k + i_h * K, p_records_delta + column
+    base = (p_q + i_h * K, p_k + i_h * K, p_v + column, p_ks, p_deltas, p_z + column)
+    stride = (s_q.to(gl.int64), s_k.to(gl.int64), s_v.to(gl.int64), s_z.to(gl.int64))
     requests = gl.arange(0, BPAD, layout=REQUESTS)
     ends = gl.load(p_cu_rows + 1 + requests, mask=requests < B, other=FAR).to(gl.int32)
     prompts = gl.load(p_prompts + requests, mask=requests < B, other=-1).to(gl.int32)
@@ -372,11 +408,11 @@ def gated_delta_replay_hopper_kernel(
                     mask=(v_rows >= 0)[:, None] & (prompt >= 0),
                 )
         async_copy.commit_group()
-        # The state and the requests' bounds were loaded while the kernel before this one drained.
+        # The state and the requests' bounds are loaded while the kernel before this one drains.
         if OVERLAP:
             if start == first:
-                gdc_wait()
                 gdc_launch_dependents()
+                gdc_wait()
         n = start + gl.arange(0, BW, layout=ROW)
         index = load_index(p_slots, p_ancestors, s_ancestors, n, live_end, T)
         index_1 = load_index(p_slots, p_ancestors, s_ancestors, n + BW, live_end, T)
@@ -466,10 +502,15 @@ def gated_delta_replay_hopper_kernel(
             b_v = load_stages(ring, place, 1, PIECE, G)[0].to(gl.float32)
             place = refill(ring, place, n, indices, base, stride, G.LAST, 1, G)
             delta = b_beta[:, None] * (b_v - uk)
+            b_o = uq + delta * qk[:, None]
             out = gl.arange(0, 128, layout=gl.SliceLayout(0, PIECE))
-            b_o = (uq + delta * qk[:, None]).to(p_o.dtype.element_ty)
+            if NORM:
+                b_weight = gl.load(p_norm_weight + out)
+                b_z = load_stages(ring, place, 1, PIECE, G)[0]
+                place = refill(ring, place, n, indices, base, stride, G.LAST + 1, 1, G)
+                b_o = gated_norm(b_o, b_z, b_weight, norm_eps, V)
             p_rows = p_o + (n.to(gl.int64) * G.HVV + column)[:, None] + out[None, :]
-            gl.store(p_rows, b_o, mask=(n < end)[:, None])
+            gl.store(p_rows, b_o.to(p_o.dtype.element_ty), mask=(n < end)[:, None])
             if WRITE:
                 slot = index[0]
                 p_rows = base[4] + (slot.to(gl.int64) * G.HVV)[:, None] + out[None, :]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -79,19 +81,25 @@ def gated_delta_layer_step_triton(
         HV=HV,
     )
     q, v = qv[:, : H * K].unflatten(1, (H, K)), qv[:, H * K :].unflatten(1, (HV, V))
-    replay = {
+    replay: dict[str, Any] = {
         "recurrent_state": recurrent_state,
         "records_g": records_g,
         "records_delta": records_delta,
         "records_k": records_k,
     }
-    index = {"slots": slots, "ancestors": ancestors, "cu_rows": cu_rows, "prompts": prompts, "depths": depths}
+    index: dict[str, Any] = {
+        "slots": slots,
+        "ancestors": ancestors,
+        "cu_rows": cu_rows,
+        "prompts": prompts,
+        "depths": depths,
+    }
     hopper = q.is_cuda and _on_hopper(q, v, g, beta, ancestors=ancestors, prompts=prompts, **replay)
     if hopper:
         from onela.ops.gated_delta.replay_hopper import launch_hopper, rows_readable
 
         fused = V == 128 and rows_readable(z.unflatten(1, (HV, V)))
-        launch = launch_hopper
+        launch: Callable[..., Tensor] = launch_hopper
     else:
         fused = choose_replay(K, V, q.dtype, q.device).block_v == V
         launch = launch_replay
@@ -110,7 +118,7 @@ def gated_delta_layer_step_triton(
     return o.reshape(N, HV * V)
 
 
-def _on_hopper(q: Tensor, v: Tensor, g: Tensor, beta: Tensor, **tensors: Tensor) -> bool:
+def _on_hopper(q: Tensor, v: Tensor, g: Tensor, beta: Tensor, **tensors: Any) -> bool:
     """Whether the Hopper kernel takes the second launch. Imported late: the interpreter must not see Gluon."""
     from onela.ops.gated_delta.replay_hopper import supports_hopper
 

@@ -16,7 +16,6 @@ from onela.ops.gated_delta._replay_hopper_kernel import gated_delta_replay_hoppe
 MAX_DEPTH = 8
 MAX_REQUESTS = 1024
 HEAD_SIZES_K = (128, 256)
-SHARED_MEMORY = 227 * 1024
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ def supports_hopper(
     dtypes = dtypes and g.dtype == beta.dtype == records_g.dtype == fp32
     dtypes = dtypes and records_delta.dtype in (bf16, fp32) and (out_dtype or v.dtype) in (bf16, fp32)
     dtypes = dtypes and all(x.dtype == bf16 for x in (q, k, v) if x is not None)
-    rows = all(_rows_readable(x) for x in (q, k, v) if x is not None)
+    rows = all(rows_readable(x) for x in (q, k, v) if x is not None)
     return bool(sizes and dtypes and rows and g.stride(-1) == beta.stride(-1) == 1)
 
 
@@ -111,8 +110,9 @@ def replay_step_hopper(
     Padding: rows whose slot is PAD, of a prompt that is PAD, or past `cu_rows[-1]`, read and write nothing and give
         zeros.
     Aliasing: ancestors may repeat between rows; no slot that is written is read as an ancestor in the same launch.
-        recurrent_state, cu_rows and prompts must not be written by the very kernel that was launched before this one:
-        they are read while it drains (programmatic dependent launch). Anything older, and every other tensor, is safe.
+        recurrent_state, cu_rows and prompts are read while the kernel launched before drains (programmatic dependent
+        launch): some other kernel must stand between the one that wrote them and this one, or the unbroken row of
+        replays that this one ends. Every other tensor may come from the kernel before.
     Numerics: fp32 accumulation; the state as hi + lo, about 16 bits of mantissa; deterministic; a row does not depend
         on the other rows.
     Raises: ShapeError, DtypeError, UnavailableError (no Hopper GPU).
@@ -156,9 +156,15 @@ def launch_hopper(
     scale: float | None = None,
     out_dtype: torch.dtype | None = None,
     write_records: bool = True,
+    norm: tuple[Tensor, Tensor, float] | None = None,
     config: HopperConfig | None = None,
 ) -> Tensor:
-    """`replay_step_hopper` with the cut of the rows given (None picks it), and with the records left out on demand."""
+    """`replay_step_hopper` with what a layer and a benchmark want besides.
+
+    `write_records` off leaves out the records that nobody will read. `norm` is a gate [N, HV*V] of rows like v's, a
+    weight [V] and an epsilon: the output is then normalised and gated before it is stored; V must be 128. `config`
+    is the cut of the rows; None picks it.
+    """
     N, H, K = q.shape
     HV, V = v.shape[1:]
     B = prompts.shape[0]
@@ -182,17 +188,30 @@ def launch_hopper(
     o = torch.empty(N, HV, V, device=v.device, dtype=v.dtype if out_dtype is None else out_dtype)
     if N == 0:
         return o
+    z, norm_weight, norm_eps = (v, v, 0.0) if norm is None else norm
+    if norm is not None:
+        check_shape("norm", z, N, HV * V)
+        check_shape("norm", norm_weight, 128)
+        _refuse_rows("norm", z.unflatten(1, (HV, V)))
     wide = records_delta.element_size() == 4
+    stages = stages_of_tile(K, T, wide) + (norm is not None)
     if config is None:
-        config = choose_hopper(N, B, HV, K, V, T, wide, _multiprocessors(q.device))
+        config = choose_hopper(N, B, HV, K, V, stages, _multiprocessors(q.device))
     rows = rows_per_program(N, B, config)
-    ring = min(config.ring, 2 * stages_of_tile(K, T, wide))
     key = records_k if k is None else k
     gated_delta_replay_hopper_kernel[(triton.cdiv(N, rows) * HV * (V // 128),)](
         *(q, key, v, g, beta, recurrent_state, records_g, records_delta, records_k),
-        *(slots, ancestors, cu_rows, prompts, o),
-        *(N, B, rows, K**-0.5 if scale is None else scale),
-        *(q.stride(0), key.stride(0), v.stride(0), g.stride(0), beta.stride(0), ancestors.stride(0)),
+        *(slots, ancestors, cu_rows, prompts, z, norm_weight, o),
+        *(N, B, rows, K**-0.5 if scale is None else scale, norm_eps),
+        *(
+            q.stride(0),
+            key.stride(0),
+            v.stride(0),
+            z.stride(0),
+            g.stride(0),
+            beta.stride(0),
+            ancestors.stride(0),
+        ),
         H=H,
         HV=HV,
         K=K,
@@ -200,9 +219,10 @@ def launch_hopper(
         T=T,
         BPAD=max(32, triton.next_power_of_2(B)),
         NW=config.num_warps,
-        RING=ring,
+        RING=min(config.ring, 2 * stages),
         RAW=k is None,
         WRITE=write_records,
+        NORM=norm is not None,
         OVERLAP=config.overlap,
         num_warps=config.num_warps,
         launch_pdl=config.overlap,
@@ -222,16 +242,14 @@ def stages_of_tile(K: int, T: int, wide: bool) -> int:
 
 
 @lru_cache(maxsize=4096)
-def choose_hopper(
-    N: int, B: int, HV: int, K: int, V: int, T: int, wide: bool, multiprocessors: int
-) -> HopperConfig:
+def choose_hopper(N: int, B: int, HV: int, K: int, V: int, stages: int, multiprocessors: int) -> HopperConfig:
     """The cut with the least bytes to move one after the other: a program's tiles and states, times the waves."""
     num_warps, together = (4, 2) if K == 128 else (8, 1)
     BW = 8 * num_warps
-    stages = stages_of_tile(K, T, wide)
     # Measured: when a tile's stages are one less than a multiple of the ring, the step takes up to 20 % longer.
-    ring = 5 if stages % 6 == 5 else min(6, 2 * stages)
-    tile = BW * 256 * (stages + (3 if wide else 2))
+    ring = 5 if stages % 6 == 5 else 6
+    # Besides the stages, the output and the new delta.
+    tile = BW * 256 * (stages + 2)
     state = 4 * 128 * K
     average = triton.cdiv(N, max(B, 1))
     best = (float("inf"), HopperConfig(num_warps=num_warps, ring=ring))
@@ -247,7 +265,8 @@ def choose_hopper(
     return best[1]
 
 
-def _rows_readable(x: Tensor) -> bool:
+def rows_readable(x: Tensor) -> bool:
+    """Whether the kernel can copy rows [N, heads, size]: aligned, heads contiguous, a multiple of 16 elements apart."""
     return (
         x.stride(-1) == 1 and x.stride(1) == x.shape[-1] and x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0
     )
@@ -289,10 +308,8 @@ def _refuse(
         if x is not None and x.dtype not in allowed:
             raise DtypeError(f"{name}: expected {' or '.join(map(str, allowed))}, got {x.dtype}")
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x is not None and not _rows_readable(x):
-            raise DtypeError(
-                f"{name}: expected aligned rows of contiguous heads, 16 elements apart, got {x.stride()}"
-            )
+        if x is not None:
+            _refuse_rows(name, x)
     for name, x in (
         ("recurrent_state", recurrent_state),
         ("records_g", records_g),
@@ -303,6 +320,14 @@ def _refuse(
             raise DtypeError(f"{name}: expected a contiguous tensor, got strides {x.stride()}")
     if not (q.is_cuda and _is_hopper(q.device)):
         raise UnavailableError(f"replay_step_hopper: needs a GPU of compute capability 9.0, got {q.device}")
+
+
+def _refuse_rows(name: str, x: Tensor) -> None:
+    if x.dtype != torch.bfloat16 or not rows_readable(x):
+        raise DtypeError(
+            f"{name}: expected bfloat16 rows of contiguous heads, a multiple of 16 elements apart, got {x.dtype} "
+            f"and strides {x.stride()}"
+        )
 
 
 @lru_cache(maxsize=64)

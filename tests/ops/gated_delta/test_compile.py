@@ -20,13 +20,14 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from onela.ops.gated_delta._replay_hopper_kernel import gated_delta_replay_hopper_kernel as kernel
 
 K, V, T, NW, RING, raw, delta, out = [int(x) if x.isdigit() else x for x in sys.argv[1:]]
-sizes = dict(H=4, HV=8, K=K, V=V, T=T, BPAD=32, NW=NW, RING=RING, RAW=raw == "raw", WRITE=True, OVERLAP=True)
+sizes = dict(H=4, HV=8, K=K, V=V, T=T, BPAD=32, NW=NW, RING=RING, RAW=raw == "raw", WRITE=True,
+             NORM=V == 128 and T == 5, OVERLAP=True)
 types = dict(p_q="*bf16", p_k="*bf16", p_v="*bf16", p_g="*fp32", p_beta="*fp32", p_state="*bf16", p_records_g="*fp32",
              p_records_delta=delta, p_records_k="*bf16", p_slots="*i32", p_ancestors="*i32", p_cu_rows="*i32",
-             p_prompts="*i32", p_o=out, scale="fp32")
+             p_prompts="*i32", p_z="*bf16", p_norm_weight="*bf16", p_o=out, scale="fp32", norm_eps="fp32")
 names = kernel.arg_names
 signature = {name: "constexpr" if name in sizes else types.get(name, "i32") for name in names}
-aligned = [(i,) for i, name in enumerate(names) if name.startswith("p_") or name in ("s_q", "s_k", "s_v")]
+aligned = [(i,) for i, name in enumerate(names) if name.startswith("p_") or name in ("s_q", "s_k", "s_v", "s_z")]
 source = GluonASTSource(
     kernel,
     signature,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from onela.ops.gated_delta.reference import replay_step_ref, split_state
+from onela.ops.norm.reference import gated_rms_norm_ref
 from tests.ops.gated_delta.scenario import (
     Sizes,
     empty_records,
@@ -52,6 +53,7 @@ def compare(
     strided: bool = False,
     write_records: bool = True,
     prompts: list[int] | None = None,
+    norm: bool = False,
     **index_options: int,
 ) -> None:
     """One step in the kernel and in fp64: outputs, and every record, written or not."""
@@ -92,11 +94,17 @@ def compare(
         prompts=index["prompts"],
         out_dtype=out_dtype,
     )
+    gate = None
+    if norm:
+        z, weight = (random_rows(len(slots), sizes, torch.bfloat16, device, seed=7)["v"], rows["v"][0, 0] + 1)
+        gate = (z.flatten(1), weight.contiguous(), 1e-6)
+        expected = gated_rms_norm_ref(expected.float(), z, weight, eps=1e-6).double()
     o = launch_hopper(
         **rows,
         recurrent_state=state,
         **given,
         **index,
+        norm=gate,
         out_dtype=out_dtype,
         config=config,
         write_records=write_records,
@@ -104,7 +112,9 @@ def compare(
     # fp32 sums of up to a few hundred terms of size one; then one rounding where the result is stored.
     fp32 = {"rtol": 2e-5, "atol": 2e-5}
     bf16 = {"rtol": 2**-8, "atol": 2e-5}
-    torch.testing.assert_close(o.double(), expected, **(fp32 if out_dtype == torch.float32 else bf16))
+    # Under the norm three values are rounded one after the other.
+    limit = {"rtol": 2**-6, "atol": 1e-3} if norm else fp32 if out_dtype == torch.float32 else bf16
+    torch.testing.assert_close(o.double(), expected, **limit)
     for name, tensor in given.items():
         wanted = exact[name] if write_records else records[name].double()
         rounded = bf16 if record_dtype == torch.bfloat16 and name == "records_delta" else fp32
@@ -135,6 +145,12 @@ def test_strided_rows_and_long_indices() -> None:
 
 def test_without_records() -> None:
     compare(Sizes(H=2, HV=2, K=128, V=128), [2, 2, 2], write_records=False)
+
+
+@pytest.mark.parametrize("level", [[0, 0, 0], [1, 1, 1], [6, 3, 7]])
+def test_gated_norm(level: list[int | None]) -> None:
+    sizes = Sizes(H=2, HV=4, K=128, V=128)
+    compare(sizes, level, norm=True, out_dtype=torch.bfloat16, tail=3, pad_every=7)
 
 
 def test_prompt_pad() -> None:
@@ -168,3 +184,17 @@ def test_rows_do_not_depend_on_each_other() -> None:
     whole = run(slice(None))
     assert torch.equal(whole[17:18], run(slice(17, 18)))
     assert torch.equal(whole[150:199], run(slice(150, 199)))
+
+
+@pytest.mark.parametrize(("K", "V"), [(128, 128), (256, 256)])
+def test_layer_step_takes_this_kernel(K: int, V: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer with bf16 rows and a split state: the fused step against its reference, twice through this kernel."""
+    from onela.ops.gated_delta import replay_hopper
+    from tests.ops.gated_delta.test_layer_step import compare as compare_layer
+
+    taken = []
+    launch = replay_hopper.launch_hopper
+    monkeypatch.setattr(replay_hopper, "launch_hopper", lambda *a, **k: taken.append(1) or launch(*a, **k))
+    sizes, device = Sizes(H=2, HV=4, K=K, V=V), torch.device("cuda")
+    compare_layer(sizes, device, dtype=torch.bfloat16, record_dtype=torch.bfloat16, split=True)
+    assert len(taken) == 2
