@@ -37,13 +37,29 @@ class DecoderLayer(nn.Module):
         assert isinstance(mixer, (Attention, GatedDeltaNet))
         return mixer
 
-    def prefill(self, h: Tensor, rope: Rope, inputs: PrefillInputs, state: DecodeState) -> Tensor:
-        h = h + self.mixer.prefill(self.input_layernorm(h), rope, inputs, state)
-        return h + self.mlp(self.post_attention_layernorm(h))
+    def prefill(
+        self, h: Tensor, added: Tensor | None, rope: Rope, inputs: PrefillInputs, state: DecodeState
+    ) -> Tensor:
+        """As `decode`, for new tokens of prompts."""
+        x = self.mixer.prefill(self._enter(h, added), rope, inputs, state)
+        return self.mlp(self.post_attention_layernorm(x, h))
 
-    def decode(self, h: Tensor, rope: Rope, inputs: StepInputs, state: DecodeState) -> Tensor:
-        h = h + self.mixer.decode(self.input_layernorm(h), rope, inputs, state)
-        return h + self.mlp(self.post_attention_layernorm(h))
+    def decode(
+        self, h: Tensor, added: Tensor | None, rope: Rope, inputs: StepInputs, state: DecodeState
+    ) -> Tensor:
+        """Run the layer.
+
+        Args:
+            h: [N, hidden_size], the residual stream, changed in place: each sum is made by the norm that reads it.
+            added: [N, hidden_size], what the layer before adds to h; None before the first layer.
+        Returns:
+            What this layer's MLP adds to h.
+        """
+        x = self.mixer.decode(self._enter(h, added), rope, inputs, state)
+        return self.mlp(self.post_attention_layernorm(x, h))
+
+    def _enter(self, h: Tensor, added: Tensor | None) -> Tensor:
+        return self.input_layernorm(h) if added is None else self.input_layernorm(added, h)
 
 
 class Decoder(nn.Module):
@@ -128,9 +144,10 @@ class CausalLM(nn.Module, ABC):
         """
         h = self.model.embed_tokens(inputs.token_ids)
         rope = self.rotary(inputs.positions)
+        added: Tensor | None = None
         for layer in self.model:
-            h = layer.prefill(h, rope, inputs, state)
-        return self.model.norm(h)
+            added = layer.prefill(h, added, rope, inputs, state)
+        return self.model.norm(h) if added is None else self.model.norm(added, h)
 
     def decode(self, inputs: StepInputs, state: DecodeState) -> Tensor:
         """Run one token of every live beam.
@@ -140,9 +157,10 @@ class CausalLM(nn.Module, ABC):
         """
         h = self.model.embed_tokens(inputs.token_ids)
         rope = self.rotary(inputs.positions)
+        added: Tensor | None = None
         for layer in self.model:
-            h = layer.decode(h, rope, inputs, state)
-        return self.model.norm(h)
+            added = layer.decode(h, added, rope, inputs, state)
+        return self.model.norm(h) if added is None else self.model.norm(added, h)
 
     def logits(self, hidden: Tensor, head: Tensor | None = None) -> Tensor:
         """fp32 logits over `head` [C, hidden_size], or over the whole vocabulary.

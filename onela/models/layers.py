@@ -25,8 +25,9 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.zero_centered = zero_centered
 
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, eps=self.eps, zero_centered=self.zero_centered)
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """The norm of x; with a residual, of their sum, which stays in the residual."""
+        return rms_norm(x, self.weight, eps=self.eps, zero_centered=self.zero_centered, residual=residual)
 
 
 class RotaryEmbedding(nn.Module):
@@ -231,11 +232,9 @@ class GatedDeltaNet(FusedLinear):
     def prefill(self, x: Tensor, rope: Rope, inputs: PrefillInputs, state: DecodeState) -> Tensor:
         T = x.shape[0]
         mixed, z, b, a = self.project(x)
-        prompts = inputs.prompts.to(torch.int64)
-        recurrent = state.prompts.layer(self.layer, "recurrent_state")
+        prompts, fresh = inputs.places, inputs.fresh
         conv = state.prompts.layer(self.layer, "conv_state")
         # A place that is used for the first time still holds what an earlier prompt left there.
-        fresh = (inputs.cached_lens == 0).to(prompts.device)
         mixed, conv_final = short_conv_prefill(
             mixed,
             self.conv1d.weight[:, 0],
@@ -251,9 +250,11 @@ class GatedDeltaNet(FusedLinear):
             g,
             beta,
             cu_seqlens=inputs.cu_seqlens,
-            initial_state=recurrent[prompts].masked_fill(fresh[:, None, None, None], 0),
+            initial_state=state.prompts.recurrent_states(self.layer, prompts).masked_fill(
+                fresh[:, None, None, None], 0
+            ),
         )
-        recurrent[prompts] = final.to(recurrent.dtype)
+        state.prompts.write_recurrent_states(self.layer, prompts, final)
         conv[prompts] = conv_final.to(conv.dtype)
         gated = gated_rms_norm(o, z.reshape(T, self.HV, self.V), self.norm.weight, eps=self.norm_eps)
         return self.out_proj(gated.reshape(T, -1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypedDict
 
 import torch
@@ -16,6 +17,18 @@ class RowIndex(TypedDict):
     cu_rows: Tensor
     prompts: Tensor
     depths: Tensor
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on `device`. Nobody waits when it comes from the host: a GPU fetches it from pinned memory."""
+    if device.type != "cuda" or tensor.is_cuda:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def device_tensor(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of these whole numbers on `device`, as `to_device` brings it there."""
+    return to_device(torch.tensor(values, dtype=dtype), device)
 
 
 def rows_to_requests(cu_rows: Tensor, num_rows: int) -> Tensor:
@@ -42,8 +55,8 @@ def gather_rows(source: Tensor, index: Tensor) -> Tensor:
     if source.shape[0] == 0:
         return source.new_zeros((*index.shape, *source.shape[1:]))
     missing = index < 0
-    if not bool(missing.any()):
-        # The common case, without a second pass over the rows.
+    if not index.is_cuda and not bool(missing.any()):
+        # The common case, without a second pass over the rows; a GPU would have to be waited for.
         return source.index_select(0, index.flatten()).unflatten(0, index.shape)
     taken = source[index.clamp(min=0).to(torch.int64)]
     return taken.masked_fill_(_expand(missing, taken), 0)

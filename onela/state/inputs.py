@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
+import torch
 from torch import Tensor
 
-from onela.ops.indexing import RowIndex
+from onela.ops.indexing import RowIndex, to_device
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,8 @@ class PrefillInputs:
         cu_seqlens: [B+1] int32, new tokens of each prompt.
         prompts: [B] int32, places in the prompt pool.
         cached_lens: [B] int32, tokens that each prompt holds already.
+
+    The last three are read on the host; on the CPU, reading them waits for no device.
     """
 
     token_ids: Tensor
@@ -26,13 +30,23 @@ class PrefillInputs:
     prompts: Tensor
     cached_lens: Tensor
 
+    @cached_property
+    def places(self) -> Tensor:
+        """[B] int64, `prompts` on the device of the tokens."""
+        return to_device(self.prompts.to(torch.int64), self.token_ids.device)
+
+    @cached_property
+    def fresh(self) -> Tensor:
+        """[B] bool on the device of the tokens: prompts that hold nothing yet."""
+        return to_device(self.cached_lens == 0, self.token_ids.device)
+
 
 @dataclass(frozen=True)
 class StepInputs:
     """One decode step of all live beams, packed request by request.
 
     Attributes:
-        token_ids: [N] int64; any valid token for a padding row. positions: [N] int64.
+        token_ids: [N] int32 or int64; any valid token for a padding row. positions: [N] int32 or int64.
         slots: [N] int32, where each row's records go; PAD for a padding row.
         ancestors: [N, D] int32, slots of each row's ancestors, oldest first, PAD past the request's depth.
         cu_rows: [B+1] int32. prompts: [B] int32. depths: [B] int32, ancestors of the request's rows.

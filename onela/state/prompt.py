@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from onela.errors import CapacityError
+from onela.ops.gated_delta import merge_state, split_state
+from onela.ops.indexing import device_tensor
 from onela.state.allocator import ExtentAllocator, PageAllocator
 from onela.state.geometry import AttentionGeometry, GatedDeltaGeometry, LayerGeometry
 from onela.state.pools import GrowingTensors
@@ -44,6 +46,8 @@ class PromptPool:
         device: where the state lives.
         page_size: tokens per page.
         max_prompts, max_pages: the most there may be; None for no limit.
+        split_states: keep recurrent states as two bf16 halves [num_prompts, HV, 2, V, K] (`split_state`): the same
+            bytes, and tensor cores can take them as they are.
     """
 
     def __init__(
@@ -55,19 +59,23 @@ class PromptPool:
         page_size: int = 64,
         max_prompts: int | None = None,
         max_pages: int | None = None,
+        split_states: bool = False,
     ) -> None:
         per_prompt: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         per_page: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for i, layer in enumerate(layers):
             if isinstance(layer, GatedDeltaGeometry):
-                state = (layer.num_value_heads, layer.value_dim, layer.key_dim)
-                per_prompt[f"{i}.recurrent_state"] = (state, torch.float32)
+                heads, state = layer.num_value_heads, (layer.value_dim, layer.key_dim)
+                per_prompt[f"{i}.recurrent_state"] = (
+                    ((heads, 2, *state), torch.bfloat16) if split_states else ((heads, *state), torch.float32)
+                )
                 per_prompt[f"{i}.conv_state"] = ((layer.conv_dim, layer.conv_kernel_size - 1), dtype)
             else:
                 per_page[f"{i}.k"] = ((page_size, layer.num_kv_heads, layer.head_dim), dtype)
                 per_page[f"{i}.v"] = ((page_size, layer.num_kv_heads, layer.head_dim), dtype)
         self.page_size = page_size
         self.device = device
+        self.split_states = split_states
         self.has_pages = any(isinstance(layer, AttentionGeometry) for layer in layers)
         self.places = ExtentAllocator("prompt places", max_prompts)
         self.pages = PageAllocator("KV pages", max_pages)
@@ -107,7 +115,7 @@ class PromptPool:
         self.page_tensors.reserve(self.pages.end)
         self._reserve_table(self.places.end, needed)
         self.page_table[index].fill_(-1)
-        self.page_table[index, :needed] = torch.tensor(pages, dtype=torch.int32, device=self.device)
+        self.page_table[index, :needed] = device_tensor(pages, torch.int32, self.device)
         self.lengths[index] = 0
         return PromptState(index=index, pages=pages, max_tokens=num_tokens)
 
@@ -162,6 +170,26 @@ class PromptPool:
         """`recurrent_state` or `conv_state` of one layer, [num_prompts, ...]."""
         return self.prompt_tensors.tensors[f"{index}.{name}"]
 
+    def recurrent_states(self, index: int, prompts: Tensor) -> Tensor:
+        """The fp32 recurrent states [B, HV, V, K] of one layer, of the prompts [B] int64 at these places."""
+        states = self.layer(index, "recurrent_state")[prompts]
+        return merge_state(states) if self.split_states else states
+
+    def write_recurrent_states(self, index: int, prompts: Tensor, states: Tensor) -> None:
+        """Keep [B, HV, V, K] states of one layer at these places."""
+        kept = self.layer(index, "recurrent_state")
+        kept[prompts] = split_state(states.to(torch.float32)) if self.split_states else states.to(kept.dtype)
+
+    @property
+    def generation(self) -> tuple[int, ...]:
+        """Changes whenever a tensor of the pool is replaced by a larger one."""
+        return (
+            self.prompt_tensors.generation,
+            self.page_tensors.generation,
+            self.page_table.data_ptr(),
+            *self.page_table.shape,
+        )
+
     def cache(self, index: int) -> tuple[Tensor, Tensor]:
         """Key and value pages of one softmax layer, each [num_pages, page_size, HKV, D]."""
         return self.page_tensors.tensors[f"{index}.k"], self.page_tensors.tensors[f"{index}.v"]
@@ -180,6 +208,10 @@ class PromptPool:
         rows, columns = self.page_table.shape
         if num_prompts <= rows and num_pages <= columns:
             return
+        # Half as much again, as the pools grow, and by steps of 16 pages: whoever holds a pointer is told rarely.
+        if num_prompts > rows:
+            num_prompts = max(num_prompts, rows * 3 // 2)
+        num_pages = -(-num_pages // 16) * 16
         grown = torch.full(
             (max(rows, num_prompts), max(columns, num_pages)), -1, dtype=torch.int32, device=self.device
         )

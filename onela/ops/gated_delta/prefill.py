@@ -9,6 +9,7 @@ from torch import Tensor
 
 from onela.ops._checks import check_float, check_groups, check_index
 from onela.ops.gated_delta.reference import compute_dtype, l2norm_scale
+from onela.ops.indexing import device_tensor
 
 
 def gated_delta_prefill(
@@ -38,6 +39,7 @@ def gated_delta_prefill(
         o: [T, HV, V] in v's dtype.
         final_state: [N, HV, V, K] fp32 (fp64 for fp64 inputs).
 
+    Layout: cu_seqlens is read on the host: on the CPU, reading it waits for no device.
     Numerics: fp32 inside. Each sequence is cut at its own start, so a sequence does not depend on the others.
     """
     T, H, K = q.shape
@@ -64,10 +66,10 @@ def gated_delta_prefill(
     order = sorted(range(num_sequences), key=lambda n: -lengths[n])
     counts = [-(-length // chunk_size) for length in lengths]
     waves = [[n for n in order if counts[n] > c] for c in range(max(counts))]
-    starts = torch.tensor(
-        [bounds[n] + c * chunk_size for c, wave in enumerate(waves) for n in wave], device=device
+    starts = device_tensor(
+        [bounds[n] + c * chunk_size for c, wave in enumerate(waves) for n in wave], torch.int64, device
     )
-    ends = torch.tensor([bounds[n + 1] for wave in waves for n in wave], device=device)
+    ends = device_tensor([bounds[n + 1] for wave in waves for n in wave], torch.int64, device)
     places = starts[:, None] + torch.arange(chunk_size, device=device)
     inside = places < ends[:, None]
     places = places.where(inside, places.new_full((), T))
@@ -96,13 +98,16 @@ def gated_delta_prefill(
     last = total[..., -1].exp()[..., None, None]
 
     out = torch.empty(T + 1, HV, V, dtype=dtype, device=device)
+    by_length = device_tensor(order, torch.int64, device)
+    sorted_state = state[by_length]
     at = 0
     for wave in waves:
         part = slice(at, at + len(wave))
         at += len(wave)
-        current = state[wave]
+        current = sorted_state[: len(wave)]
         delta = delta0[part] - carried[part] @ current.transpose(-1, -2)
         o = q_in[part] @ current.transpose(-1, -2) + scores[part] @ delta
         out[places[part]] = o.transpose(1, 2)
-        state[wave] = current * last[part] + delta.transpose(-1, -2) @ k_out[part]
+        sorted_state[: len(wave)] = current * last[part] + delta.transpose(-1, -2) @ k_out[part]
+    state[by_length] = sorted_state
     return out[:T].to(v.dtype), state

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from onela.ops._checks import check_float, check_index
 from onela.ops.gated_delta.reference import compute_dtype
-from onela.ops.indexing import gather_rows, scatter_rows, spread
+from onela.ops.indexing import gather_rows, scatter_rows, spread, to_device
 
 
 def short_conv_prefill(
@@ -54,7 +54,7 @@ def short_conv_prefill(
     dtype = compute_dtype(x)
     out = F.conv1d(joined.t()[None].to(dtype), weight[:, None].to(dtype), groups=conv_dim)[0].t()
     keep = torch.cat([torch.arange(bounds[n], bounds[n + 1]) + tail * n for n in range(num_sequences)])
-    return F.silu(out[keep.to(out.device)]).to(x.dtype), final_state
+    return F.silu(out[to_device(keep, out.device)]).to(x.dtype), final_state
 
 
 def short_conv_step_ref(
