@@ -278,7 +278,9 @@ def load_arms() -> None:
     import bench.operator_baselines  # noqa: F401
 
 
-def measure(name: str, case: Case, *, single_calls: bool) -> Iterator[tuple[str, list[float], int]]:
+def measure(
+    name: str, case: Case, *, single_calls: bool, samples: int
+) -> Iterator[tuple[str, list[float], int]]:
     """(metric, microseconds per sample, bytes at least) for all calls together, and for each call by itself."""
     per_set = sum(case.call_bytes(t) for t in range(case.O - 1))
     # The baselines' states alone are many times the L2 cache.
@@ -286,12 +288,12 @@ def measure(name: str, case: Case, *, single_calls: bool) -> Iterator[tuple[str,
     calls = [ARMS[name](build(case, seed), None) for seed in range(sets)]
     repeats = max(1, 4 // sets) if name in OURS else 1
     order = [call for _ in range(repeats) for one in calls for call in one]
-    times = time_graph(order)
+    times = time_graph(order, samples=samples)
     yield "time", [x / (sets * repeats) for x in times], per_set
     if single_calls:
         for t in range(case.O - 1):
             several = [one[t] for one in calls] * repeats
-            times = time_graph(several)
+            times = time_graph(several, samples=samples)
             yield f"time_call_{t}", [x / len(several) for x in times], case.call_bytes(t)
 
 
@@ -325,7 +327,9 @@ def run_case(
                 )
                 return
             print(f"{name:24} {label(gated)}  error {error:.2e}", flush=True)
-        for metric, samples, least in measure(name, case, single_calls=args.single_calls):
+        for metric, samples, least in measure(
+            name, case, single_calls=args.single_calls, samples=args.samples
+        ):
             value, floor = statistics.median(samples) / 1e3, least / bandwidth * 1e3
             append_result(
                 "operator",
@@ -348,6 +352,9 @@ def run_case(
             )
     except ImportError as error:
         print(f"{name:24} absent: {error}", flush=True)
+    except Exception as error:  # the other cases are still worth their time
+        print(f"{name:24} {label(case)} FAILED: {type(error).__name__}: {str(error)[:300]}", flush=True)
+        torch.cuda.empty_cache()
 
 
 def label(case: Case) -> str:
@@ -382,7 +389,7 @@ def main() -> None:
     parser.add_argument("--commit", default=None, help="commit to note, where there is no checkout")
     load_arms()
     args = parser.parse_args()
-    args.single_calls = not args.sweep
+    args.single_calls, args.samples = not args.sweep, 6 if args.sweep else 20
     names = list(ARMS) if args.arms == "all" else args.arms.split(",")
     for name in names:
         if name not in ARMS:
