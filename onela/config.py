@@ -1,4 +1,4 @@
-"""Options of the engine, read once; the only place where the environment is looked at."""
+"""Options of the engine and the server, read once; the only place where the environment is looked at."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ CheckpointMode = Literal["per_beam", "shared"]
 RecordDtype = Literal["auto", "float32", "bfloat16"]
 
 PREFIX = "ONELA_"
+SERVE_PREFIX = "ONELA_SERVE_"
 
 
 def _option(default: Any, text: str, *, minimum: int | None = None) -> Any:
@@ -76,16 +77,7 @@ class EngineConfig:
     max_prompts: int | None = _option(None, "most prompts at a time; none: no limit", minimum=1)
 
     def __post_init__(self) -> None:
-        for option in dataclasses.fields(self):
-            value = getattr(self, option.name)
-            allowed = CHOICES.get(option.name)
-            if allowed is not None and value not in allowed:
-                raise ConfigError(f"{option.name}: {value!r} is none of {', '.join(allowed)}")
-            minimum = option.metadata["minimum"]
-            if minimum is None or (value is None and option.default is None):
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-                raise ConfigError(f"{option.name}: a whole number >= {minimum} is expected, got {value!r}")
+        _check_options(self)
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> EngineConfig:
@@ -94,23 +86,79 @@ class EngineConfig:
         Raises:
             ConfigError: an option or an `ONELA_*` variable is unknown, or its value unusable.
         """
-        environ = os.environ if environ is None else environ
-        fields = {option.name: option for option in dataclasses.fields(cls)}
-        for name in overrides:
-            if name not in fields:
-                raise ConfigError(f"{name}: unknown option; known are {', '.join(sorted(fields))}")
-        values: dict[str, Any] = {}
-        for variable, text in environ.items():
-            if not variable.startswith(PREFIX):
-                continue
-            name = variable[len(PREFIX) :].lower()
-            if name not in fields:
-                raise ConfigError(
-                    f"{variable}: unknown variable; known are {', '.join(PREFIX + n.upper() for n in fields)}"
-                )
-            values[name] = _parse(variable, text, fields[name])
-        values.update(overrides)
-        return cls(**values)
+        return cls(**_gather(cls, PREFIX, os.environ if environ is None else environ, overrides))
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """How the HTTP server listens, whom it lets in, and what it refuses.
+
+    Every field can be set as `ONELA_SERVE_<FIELD>` in the environment; secrets had better be.
+    """
+
+    host: str = _option("127.0.0.1", "address to listen on")
+    port: int = _option(8000, "port to listen on; 0: any free one", minimum=0)
+    model_name: str = _option("onela", "what the model is called in /v1/models and in answers")
+    api_key: str | None = _option(None, "requests need `Authorization: Bearer <api_key>`; none: open to all")
+    admin_token: str | None = _option(
+        None, "token of /v1/catalog/*, in the same header; none: these routes are shut"
+    )
+    catalog_dir: str | None = _option(
+        None, "only catalogues below this directory may be loaded over HTTP; none: any"
+    )
+    max_body_bytes: int = _option(2 * 2**20, "longest body of a request", minimum=1)
+    max_beam_width: int = _option(1024, "widest beam that a request may ask for", minimum=1)
+    max_prompt_tokens: int = _option(
+        32768, "longest prompt in tokens; text counts by its characters", minimum=1
+    )
+    max_item_ids: int = _option(
+        10000, "most entries of exclude_item_ids, allow_item_ids or a filter", minimum=1
+    )
+    default_timeout_s: int = _option(60, "timeout_s of requests that have none", minimum=1)
+    drain_s: int = _option(30, "seconds that requests under way get to end on shutdown", minimum=0)
+
+    def __post_init__(self) -> None:
+        _check_options(self)
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> ServerConfig:
+        """The defaults, changed by `ONELA_SERVE_*` variables, changed by `overrides`. Raises `ConfigError`."""
+        return cls(**_gather(cls, SERVE_PREFIX, os.environ if environ is None else environ, overrides))
+
+
+def _check_options(config: Any) -> None:
+    """Refuse a value that is no choice of its option, or below its minimum."""
+    for option in dataclasses.fields(config):
+        value = getattr(config, option.name)
+        allowed = CHOICES.get(option.name)
+        if allowed is not None and value not in allowed:
+            raise ConfigError(f"{option.name}: {value!r} is none of {', '.join(allowed)}")
+        minimum = option.metadata["minimum"]
+        if minimum is None or (value is None and option.default is None):
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise ConfigError(f"{option.name}: a whole number >= {minimum} is expected, got {value!r}")
+
+
+def _gather(
+    cls: Any, prefix: str, environ: Mapping[str, str], overrides: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Values of a config's fields from the variables of its prefix, then from `overrides`."""
+    fields = {option.name: option for option in dataclasses.fields(cls)}
+    for name in overrides:
+        if name not in fields:
+            raise ConfigError(f"{name}: unknown option; known are {', '.join(sorted(fields))}")
+    values: dict[str, Any] = {}
+    for variable, text in environ.items():
+        if not variable.startswith(prefix) or (prefix == PREFIX and variable.startswith(SERVE_PREFIX)):
+            continue
+        name = variable[len(prefix) :].lower()
+        if name not in fields:
+            raise ConfigError(
+                f"{variable}: unknown variable; known are {', '.join(prefix + n.upper() for n in fields)}"
+            )
+        values[name] = _parse(variable, text, fields[name])
+    return {**values, **overrides}
 
 
 CHOICES: dict[str, tuple[str, ...]] = {

@@ -13,6 +13,7 @@ from onela.engine.request import Request, Result
 from onela.engine.served import ServedCatalog
 from onela.errors import OneLAError
 from onela.items import Eligibility
+from onela.ops.indexing import gather_rows
 from onela.state import BeamTree, PromptState
 
 
@@ -27,6 +28,7 @@ class ActiveRequest:
         served: the catalogue that it began with. eligibility: what it may get; None: everything.
         mask_row: its row of the served catalogue's masks, once it has one.
         beams: living beams. tree: their ancestors.
+        path_scores: [W, level] fp32, `cum_logprobs` of each beam's ancestors and itself, if the request asks for it.
         invalid: [] bool tensor, set when the model produced something that cannot be ranked.
         prefix_digests: of its prefixes that may be in the prompt cache. stops: lengths after which its prompt
             state is to be kept. kept: digests of those that were. cached_tokens: tokens found in the cache.
@@ -50,6 +52,7 @@ class ActiveRequest:
     prompt: PromptState | None = None
     first_slot: int = 0
     first_row: int = 0
+    path_scores: Tensor | None = None
     invalid: Tensor | None = None
     prefix_digests: list[bytes] = field(default_factory=list)
     stops: tuple[int, ...] = ()
@@ -90,9 +93,14 @@ class ActiveRequest:
         return max(self.widths)
 
     @property
+    def step_start(self) -> int:
+        """Slot of the first of the current beams' records; they adjoin."""
+        return self.first_slot + sum(self.widths[: self.level - 1])
+
+    @property
     def step_slots(self) -> Tensor:
         """[W] int32 slots of the current beams' records; PAD for beams that do not live."""
-        start = self.first_slot + sum(self.widths[: self.level - 1])
+        start = self.step_start
         slots = torch.arange(
             start, start + self.beams.width, dtype=torch.int32, device=self.beams.codes.device
         )
@@ -104,4 +112,9 @@ class ActiveRequest:
             self.tree = BeamTree.root(survivors.width, survivors.codes.device)
         else:
             self.tree = self.tree.advance(survivors.parent_beams, self.step_slots)
+        if self.request.logprobs:
+            scores = survivors.cum_logprobs[:, None]
+            if self.path_scores is not None:
+                scores = torch.cat([gather_rows(self.path_scores, survivors.parent_beams), scores], dim=1)
+            self.path_scores = scores
         self.beams = survivors

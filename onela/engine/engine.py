@@ -14,6 +14,7 @@ from torch import Tensor
 from onela.config import EngineConfig
 from onela.decoding import BeamParams, Beams
 from onela.engine.active import ActiveRequest
+from onela.engine.catalogs import Catalogs
 from onela.engine.prompt_cache import PromptCache
 from onela.engine.prompting import PromptEncoder, PromptOptions
 from onela.engine.request import Request, Result
@@ -107,7 +108,12 @@ class Engine:
         self.runner = Runner(model, self.state, token_ids)
         self.cache = PromptCache(self.config, prompts) if self.config.prompt_cache_bytes else None
         self.scheduler = Scheduler(self.config, prompts, records, cache=self.cache)
-        self.served = ServedCatalog.prepare(catalog, vocabulary, self.device)
+        self.catalogs = Catalogs(catalog, vocabulary, self.device)
+
+    @property
+    def served(self) -> ServedCatalog:
+        """The version of the catalogue that new requests begin with; `catalogs` loads and switches others."""
+        return self.catalogs.active
 
     @property
     def catalog(self) -> ItemCatalog | None:

@@ -29,6 +29,7 @@ class Request:
         exclude_item_ids: items never to return. allow_item_ids: the only items to return; None: no such limit.
         session_id: whose prompt it is. The prompt cache keeps the latest prompt of a session longer than others,
             and gives up the session's older ones first; replicas are chosen by it.
+        logprobs: whether items carry the log-probability of each of their tokens.
         filter: attribute of the catalogue's metadata -> value, or list of values of which an item must have one.
     """
 
@@ -43,6 +44,7 @@ class Request:
     allow_item_ids: Sequence[int | str] | None = None
     filter: Mapping[str, Any] | None = None
     session_id: str | None = None
+    logprobs: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.priority, bool) or not isinstance(self.priority, int):
@@ -69,7 +71,7 @@ class RecommendedItem:
         titles: their titles; None where the catalogue has none.
         cum_logprob: sum of the codes' log-probabilities.
         sequence_score: `cum_logprob / length**length_penalty`.
-        token_ids: the tokens that were written.
+        token_ids: the tokens that were written. token_logprobs: of each of them, if the request asked for it.
     """
 
     sid: tuple[int, ...]
@@ -78,6 +80,7 @@ class RecommendedItem:
     cum_logprob: float
     sequence_score: float
     token_ids: tuple[int, ...]
+    token_logprobs: tuple[float, ...] | None = None
 
     @property
     def item_id(self) -> int | str | None:

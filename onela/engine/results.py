@@ -25,6 +25,9 @@ def make_result(request: ActiveRequest, vocabulary: SidVocabulary, *, now: float
     # A prefix has fewer levels than the vocabulary, so the levels are looked up one by one.
     sids = [vocabulary.codes(level)[codes[:, level]].tolist() for level in range(length)]
     tokens = [vocabulary.token_ids(level)[codes[:, level]].tolist() for level in range(length)]
+    paths = None
+    if request.path_scores is not None:
+        paths = request.path_scores.cpu()[order].diff(dim=1, prepend=torch.zeros(len(order), 1)).tolist()
     items = []
     for i, score in enumerate(scores[order].tolist()):
         found = catalog.items_of(leaves[i]) if catalog is not None and complete else []
@@ -38,6 +41,7 @@ def make_result(request: ActiveRequest, vocabulary: SidVocabulary, *, now: float
                 cum_logprob=score,
                 sequence_score=score / length**params.length_penalty,
                 token_ids=tuple(level[i] for level in tokens),
+                token_logprobs=None if paths is None else tuple(paths[i]),
             )
         )
     enough = len(items) == request.asked

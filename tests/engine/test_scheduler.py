@@ -317,3 +317,18 @@ def test_timings_add_up() -> None:
     assert second.outcome.timings is not None
     timings = second.outcome.timings
     assert (timings.queue, timings.prefill, timings.decode, timings.total) == (3, 0, 2, 5)
+
+
+def test_logprobs_of_tokens_add_up_to_the_items() -> None:
+    engine = fake_engine()
+    request = Request(prompt_token_ids=prompt_of(7), logprobs=True)
+    [result] = engine.generate([request], BeamParams(beam_width=30))
+    prefixes: dict[tuple[int, ...], float] = {}
+    for item in result.items:
+        assert item.token_logprobs is not None
+        assert len(item.token_logprobs) == 3
+        assert sum(item.token_logprobs) == pytest.approx(item.cum_logprob, abs=1e-5)
+        for length in (1, 2):
+            score = prefixes.setdefault(item.sid[:length], sum(item.token_logprobs[:length]))
+            assert score == pytest.approx(sum(item.token_logprobs[:length]), abs=1e-5)
+    assert answer(result) == answer(alone(Request(prompt_token_ids=prompt_of(7)), BeamParams(beam_width=30)))
