@@ -241,14 +241,15 @@ def prefetch_lines(p_line, m_line):
 @triton.jit
 def prefetch_pair(p_a, p_b, m_a, m_b, A: tl.constexpr, B: tl.constexpr):
     """Prefetch two sets of rows, of A and B elements, all threads asking for lines of their own."""
-    SIZE: tl.constexpr = p_a.dtype.element_ty.primitive_bitwidth // 8
-    LINES: tl.constexpr = (max(A, B) * SIZE + 127) // 128
+    A_BYTES: tl.constexpr = A * p_a.dtype.element_ty.primitive_bitwidth // 8
+    B_BYTES: tl.constexpr = B * p_b.dtype.element_ty.primitive_bitwidth // 8
+    LINES: tl.constexpr = (max(A_BYTES, B_BYTES) + 127) // 128
     o_line = tl.arange(0, 2 * LINES)[None, :]
     o_byte = o_line % LINES * 128
     p_line = tl.where(o_line < LINES, p_a.to(tl.int64)[:, None], p_b.to(tl.int64)[:, None]) + o_byte
     m_line = tl.where(o_line < LINES, m_a[:, None], m_b[:, None])
-    if A != B:
-        m_line = m_line & (o_byte < tl.where(o_line < LINES, A * SIZE, B * SIZE))
+    if A_BYTES != B_BYTES:
+        m_line = m_line & (o_byte < tl.where(o_line < LINES, A_BYTES, B_BYTES))
     prefetch_lines(p_line, m_line)
 
 

@@ -105,6 +105,7 @@ def launch_replay(
     if N == 0:
         return o
     depth = ancestors.shape[1]
+    chosen = config is None
     config = config or choose_replay(K, V, q.dtype, q.device)
     blocks_v = V // min(config.block_v, V)
     num_splits = choose_splits(
@@ -116,6 +117,8 @@ def launch_replay(
         device=q.device,
     )
     depth_tile = max(2, triton.next_power_of_2(depth))
+    # Programs of few tiles lose more by asking early than they gain.
+    prefetch = config.prefetch and not (chosen and 4 * num_splits * config.block_w * max(B, 1) > N)
     gate, norm_weight, norm_eps = norm or (o, o, 0.0)
     if norm is not None and blocks_v > 1:
         raise ShapeError(f"V: a norm over {V} columns needs them in one program, got {blocks_v}")
@@ -135,7 +138,7 @@ def launch_replay(
         BLOCK_W=config.block_w,
         BLOCK_V=V // blocks_v,
         STAGES=config.stages,
-        PREFETCH=config.prefetch,
+        PREFETCH=prefetch,
         SPLIT_STATE=recurrent_state.dim() == 5,
         KEY_IS_RECORD=k is None,
         NORM=norm is not None,

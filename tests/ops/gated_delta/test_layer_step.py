@@ -120,6 +120,20 @@ def test_geometries(H, HV, K, V, device):
     compare(Sizes(H=H, HV=HV, K=K, V=V), device, widths=[[3, 5], [1, 2], [2, 2]])
 
 
+def test_sizes_of_released_models(device):
+    """Where there is a Hopper GPU, its kernel takes the second launch of these."""
+    sizes = Sizes(H=1, HV=2, K=128, V=128)
+    compare(
+        sizes,
+        device,
+        dtype=torch.bfloat16,
+        record_dtype=torch.bfloat16,
+        split=True,
+        steps=3,
+        widths=[[3, 9, 5]] * 3,
+    )
+
+
 def test_padding_and_rows_behind_the_last_request(device):
     compare(Sizes(H=1, HV=2, K=32, V=32), device, steps=3, tail=5, pad_every=3, extra_depth=2)
 
