@@ -1,8 +1,9 @@
-"""Attention of one decode step in Triton: the beams of a request are the rows of one matrix product with their prompt's keys.
+"""Attention of one decode step in Triton: beams are rows of one matrix product with their prompt's keys.
 
-A tile holds BLOCK_M rows (beam, head of the group) of one request and key head. It meets the prompt's pages block by block, and then its
-beams' own keys: for each depth the ancestors of the tile's beams form one more block of keys, in which every row sees one column.
-When there are too few tiles to fill the device, the prompt is cut into splits, and a second launch merges them.
+A tile holds BLOCK_M rows (beam, head of the group) of one request and key head. It meets the prompt's pages
+block by block, and then its beams' own keys: for each depth the ancestors of the tile's beams form one more
+block of keys, in which every row sees one column. When there are too few tiles to fill the device, the prompt
+is cut into splits, and a second launch merges them.
 """
 
 from __future__ import annotations
@@ -53,19 +54,19 @@ def _attend(b_q, b_k, b_v, seen, acc, peak, total, scale_log2, MASKED: tl.conste
 
 @triton.jit
 def beam_attention_decode_kernel(
-    p_q, p_k, p_v, p_k_cache, p_v_cache, p_page_table, p_prompt_lens, p_records_k, p_records_v, p_slots, p_ancestors,
-    p_cu_rows, p_prompts, p_depths, p_o, p_part_lse, stride_q, stride_k, stride_v, stride_table, stride_ancestors, scale_log2,
-    N, B,
-    HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, OWN: tl.constexpr, SPLITS: tl.constexpr, BLOCK_B: tl.constexpr, FP32_DOT: tl.constexpr,
+    p_q, p_k, p_v, p_k_cache, p_v_cache, p_page_table, p_prompt_lens, p_records_k, p_records_v, p_slots,
+    p_ancestors, p_cu_rows, p_prompts, p_depths, p_o, p_part_lse, stride_q, stride_k, stride_v, stride_table,
+    stride_ancestors, scale_log2, N, B, HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    OWN: tl.constexpr, SPLITS: tl.constexpr, BLOCK_B: tl.constexpr, FP32_DOT: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rows, one key head, one split of the prompt; the last split takes the own keys and writes the records."""
+    """One tile of rows, key head and split; the last split takes the own keys and writes the records."""
     i_t, i_h, i_s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     r, i_t = tile_of(i_t, p_cu_rows, B, G, BLOCK_M, BLOCK_B)
     o_d = tl.arange(0, BLOCK_D)
     in_d = o_d < D
     HQ: tl.constexpr = HKV * G
-    if SPLITS == 1:
+    if SPLITS == 1:  # noqa: SIM102 (known when compiled)
         if tl.program_id(0) == 0:
             # Rows past the last request give zeros.
             for m in range(tl.load(p_cu_rows + B) * G, N * G, BLOCK_M):
@@ -134,8 +135,10 @@ def beam_attention_decode_kernel(
             slot = tl.load(p_slots + own_row, mask=own_in, other=-1).to(tl.int64)
             own_live = own_in & (slot >= 0)
             mine = (beam[:, None] == own_beam[None, :]) & live[:, None]
-            for j in range(0, depth):
-                ancestor = tl.load(p_ancestors + own_row * stride_ancestors + j, mask=own_live, other=-1).to(tl.int64)
+            for j in range(depth):
+                ancestor = tl.load(p_ancestors + own_row * stride_ancestors + j, mask=own_live, other=-1).to(
+                    tl.int64
+                )
                 has = ancestor >= 0
                 at = (ancestor[:, None] * HKV + i_h) * D + o_d[None, :]
                 b_k = tl.load(p_records_k + at, mask=has[:, None] & in_d[None, :], other=0.0).to(b_q.dtype)
@@ -155,8 +158,8 @@ def beam_attention_decode_kernel(
             tl.store(p_records_k + at, b_k, mask=write)
             tl.store(p_records_v + at, b_v, mask=write)
             acc, peak, total = _attend(
-                b_q, b_k.to(b_q.dtype), b_v.to(b_q.dtype), mine & own_live[None, :], acc, peak, total, scale_log2, True,
-                FP32_DOT,
+                b_q, b_k.to(b_q.dtype), b_v.to(b_q.dtype), mine & own_live[None, :], acc, peak, total, scale_log2,
+                True, FP32_DOT,
             )  # fmt: skip
         # A padding row has met the prompt as if its query were zero.
         total = tl.where(live, total, 0.0)
@@ -209,7 +212,7 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def choose_splits(tiles: int, blocks: int, device: torch.device) -> int:
-    """Into how many pieces to cut the prompt: enough to fill the device, and no piece of less than four blocks."""
+    """Pieces of the prompt: enough to fill the device, none of less than four blocks."""
     return max(1, min(multiprocessors(device) // max(1, tiles), blocks // 4, 32))
 
 
@@ -249,8 +252,15 @@ def check_attention(
     if D > 256:
         raise ShapeError(f"q: heads of at most 256, got {D}")
     if k_cache.dtype != q.dtype or v_cache.dtype != q.dtype:
-        raise DtypeError(f"k_cache, v_cache: expected q's dtype {q.dtype}, got {k_cache.dtype}, {v_cache.dtype}")
-    for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache), ("records_k", records_k), ("records_v", records_v)):
+        raise DtypeError(
+            f"k_cache, v_cache: expected q's dtype {q.dtype}, got {k_cache.dtype}, {v_cache.dtype}"
+        )
+    for name, tensor in (
+        ("k_cache", k_cache),
+        ("v_cache", v_cache),
+        ("records_k", records_k),
+        ("records_v", records_v),
+    ):
         if not tensor.is_contiguous():
             raise DtypeError(f"{name}: must be contiguous")
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -296,9 +306,10 @@ def beam_attention_triton(
     Writes: records_k and records_v at `slots`.
     Layout: caches and records contiguous; rows of q, k, v may be strided.
     Padding: rows whose slot is PAD, and rows past `cu_rows[-1]`, read and write nothing and give zeros.
-    Aliasing: ancestors may repeat between rows; no slot that is written is read as an ancestor in the same launch.
-    Numerics: fp32 scores and softmax, weights rounded to q's dtype; splits merged by log-sum-exp in a fixed order;
-        deterministic. How a prompt is split depends on the batch's shape.
+    Aliasing: ancestors may repeat between rows; no slot that is written is read as an ancestor in the same
+        launch.
+    Numerics: fp32 scores and softmax, weights rounded to q's dtype; splits merged by log-sum-exp in a fixed
+        order; deterministic. How a prompt is split depends on the batch's shape.
     Raises: ShapeError, DtypeError.
     """
     check_attention(
@@ -322,10 +333,10 @@ def beam_attention_triton(
     part_o = torch.empty(splits, N, HQ, D, dtype=torch.float32, device=q.device) if splits > 1 else None
     scale = D**-0.5 if scale is None else scale
     beam_attention_decode_kernel[(tiles, HKV, splits)](
-        q, k, v, k_cache, v_cache, page_table, prompt_lens, records_k, records_v, slots, ancestors, cu_rows, prompts, depths,
-        o if part_o is None else part_o, part_lse, q.stride(0), k.stride(0), v.stride(0), page_table.stride(0),
-        ancestors.stride(0), scale * math.log2(math.e), N, B,
-        HKV=HKV, G=G, D=D, BLOCK_D=triton.next_power_of_2(D), PAGE=page_size, BLOCK_M=block_m, BLOCK_N=block_n, OWN=own,
+        q, k, v, k_cache, v_cache, page_table, prompt_lens, records_k, records_v, slots, ancestors, cu_rows,
+        prompts, depths, o if part_o is None else part_o, part_lse, q.stride(0), k.stride(0), v.stride(0),
+        page_table.stride(0), ancestors.stride(0), scale * math.log2(math.e), N, B, HKV=HKV, G=G, D=D,
+        BLOCK_D=triton.next_power_of_2(D), PAGE=page_size, BLOCK_M=block_m, BLOCK_N=block_n, OWN=own,
         SPLITS=splits, BLOCK_B=triton.next_power_of_2(B), FP32_DOT=INTERPRETED,
         num_warps=num_warps or (8 if block_m == 128 else 4), num_stages=2,
     )  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -37,7 +39,7 @@ def beam_attention(
     Numerics: fp32 scores and softmax; the kernels round the weights to q's dtype; deterministic.
     Raises: ShapeError, DtypeError.
     """
-    step = {
+    step: dict[str, Any] = {
         "k_cache": k_cache,
         "v_cache": v_cache,
         "page_table": page_table,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# The key of -inf: scores are compared as int32 of the same order, and nothing at or below this one is ever chosen.
+# The key of -inf: scores are compared as int32 of the same order, and nothing at or below this one is ever
+# chosen.
 NO_KEY = tl.constexpr(-2139095041)
 LARGEST_KEY = tl.constexpr(2147483646)
 
@@ -61,13 +62,15 @@ def _item_keys(i, n, request, sources, F, F12, LEVEL: tl.constexpr, CONSTRAINED:
 
 @triton.jit
 def _merged(j, n, per_segment, p_kept_keys, CAP: tl.constexpr):
-    """The keys that the segments of a request kept, in order, and their places. Read past the first-level cache."""
+    """The keys that a request's segments kept, in order, and their places; from the second-level cache."""
     place = (j // per_segment) * CAP + j % per_segment
     return tl.load(p_kept_keys + place, mask=j < n, other=NO_KEY, cache_modifier=".cg"), place
 
 
 @triton.jit
-def _emit(i, keep, at, key, request, sources, outputs, F, F12, LEVEL: tl.constexpr, CONSTRAINED: tl.constexpr):
+def _emit(
+    i, keep, at, key, request, sources, outputs, F, F12, LEVEL: tl.constexpr, CONSTRAINED: tl.constexpr
+):
     """Write the kept items `i` to their places `at` of the request's output."""
     at = request[1] + at
     if LEVEL == 1:
@@ -97,26 +100,47 @@ def _fill(start, end, outputs, LEVEL: tl.constexpr, SUB: tl.constexpr):
 
 @triton.jit
 def _bracket(low, high, legal, width):
-    """Start of a bisection between the least and the largest key: [low, high) holds the threshold."""
+    """Start of a search between the least and the largest key: [low, high) holds the threshold."""
     want = tl.minimum(width, legal)
     return tl.where(want == legal, low, high) + (want > 0).to(tl.int32), want
 
 
 @triton.jit
-def _bisect(low, high, middle, count, want):
-    """One step towards the largest threshold that at least `want` keys reach; an exact hit ends the search."""
-    high = tl.where(count > want, high, tl.where(count == want, middle + 1, middle))
-    return tl.where(count >= want, middle, low), high
+def _guess(low, high, count_low, count_high, want, turn):
+    """Where to cut [low, high): tails fall about exponentially, so the counts' logarithms are interpolated.
+
+    Every third cut is in the middle, which bounds the search whatever the scores are.
+    """
+    top = tl.log2(count_low.to(tl.float32))
+    bottom = tl.log2(tl.maximum(count_high.to(tl.float32), 0.5))
+    part = (top - tl.log2(want.to(tl.float32))) / (top - bottom)
+    part = tl.where(turn % 3 == 2, 0.5, part)
+    size = high.to(tl.int64) - low.to(tl.int64)
+    step = (part * size.to(tl.float32)).to(tl.int64)
+    return (low + tl.minimum(tl.maximum(step, 1), size - 1)).to(tl.int32)
+
+
+@triton.jit
+def _narrow(low, high, count_low, count_high, cut, count, want):
+    """Keep the side that holds the largest threshold that `want` keys reach; an exact hit ends the search."""
+    up = count >= want
+    high = tl.where(count > want, high, tl.where(count == want, cut + 1, cut))
+    return tl.where(up, cut, low), high, tl.where(up, count, count_low), tl.where(up, count_high, count)
 
 
 @triton.jit
 def _threshold(key, width):
-    """The `width`-th largest of keys in registers, how many keys equal to it are wanted, and how many in all."""
+    """The `width`-th largest of keys in registers, how many equal to it are wanted, and how many in all."""
     low = tl.min(tl.where(key > NO_KEY, key, LARGEST_KEY), 0)
-    high, want = _bracket(low, tl.max(key, 0), tl.sum((key > NO_KEY).to(tl.int32), 0), width)
+    count_low = tl.sum((key > NO_KEY).to(tl.int32), 0)
+    count_high = count_low * 0
+    high, want = _bracket(low, tl.max(key, 0), count_low, width)
+    turn = 0
     while low + 1 < high:
-        middle = (low & high) + ((low ^ high) >> 1)
-        low, high = _bisect(low, high, middle, tl.sum((key >= middle).to(tl.int32), 0), want)
+        cut = _guess(low, high, count_low, count_high, want, turn)
+        count = tl.sum((key >= cut).to(tl.int32), 0)
+        low, high, count_low, count_high = _narrow(low, high, count_low, count_high, cut, count, want)
+        turn += 1
     return low, want - tl.sum((key > low).to(tl.int32), 0), want
 
 
@@ -124,22 +148,25 @@ def _threshold(key, width):
 def _threshold_in_memory(n, width, per_segment, p_kept_keys, CAP: tl.constexpr, SUB: tl.constexpr):
     """The same over more keys than registers hold: correct at any size, and slow."""
     o_j = tl.arange(0, SUB)
-    legal = 0
+    count_low = 0
     low = LARGEST_KEY
     high = NO_KEY
     for block in range(0, n, SUB):
         key, _ = _merged(block + o_j, n, per_segment, p_kept_keys, CAP)
-        legal += tl.sum((key > NO_KEY).to(tl.int32), 0)
+        count_low += tl.sum((key > NO_KEY).to(tl.int32), 0)
         low = tl.minimum(low, tl.min(tl.where(key > NO_KEY, key, LARGEST_KEY), 0))
         high = tl.maximum(high, tl.max(key, 0))
-    high, want = _bracket(low, high, legal, width)
+    count_high = count_low * 0
+    high, want = _bracket(low, high, count_low, width)
+    turn = 0
     while low + 1 < high:
-        middle = (low & high) + ((low ^ high) >> 1)
+        cut = _guess(low, high, count_low, count_high, want, turn)
         count = 0
         for block in range(0, n, SUB):
             key, _ = _merged(block + o_j, n, per_segment, p_kept_keys, CAP)
-            count += tl.sum((key >= middle).to(tl.int32), 0)
-        low, high = _bisect(low, high, middle, count, want)
+            count += tl.sum((key >= cut).to(tl.int32), 0)
+        low, high, count_low, count_high = _narrow(low, high, count_low, count_high, cut, count, want)
+        turn += 1
     above = 0
     for block in range(0, n, SUB):
         key, _ = _merged(block + o_j, n, per_segment, p_kept_keys, CAP)
@@ -149,7 +176,7 @@ def _threshold_in_memory(n, width, per_segment, p_kept_keys, CAP: tl.constexpr, 
 
 @triton.jit
 def _places(key, threshold, wanted_equal, above_before, equal_before):
-    """Which keys of a block stay and where (a stable compaction), and the counts that the next block starts from."""
+    """Which keys of a block stay and where (a stable compaction), and the counts for the next block."""
     above = key > threshold
     equal = key == threshold
     # Both counts, of at most 32,768, run in one scan.
@@ -192,12 +219,14 @@ def beam_select_level_kernel(
     SUB: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
-    """One program per segment of CAP items of a request; compaction goes by blocks of SUB, which keeps registers free."""
+    """One program per segment of CAP items of a request; compaction by blocks of SUB keeps registers free."""
     i_p = tl.program_id(0)
     o_b = tl.arange(0, BLOCK_B)
     rows_low = tl.load(p_cu_rows + o_b, mask=o_b < B, other=0)
     rows_high = tl.load(p_cu_rows + o_b + 1, mask=o_b < B, other=0)
-    widths = tl.load(p_cu_out + o_b + 1, mask=o_b < B, other=0) - tl.load(p_cu_out + o_b, mask=o_b < B, other=0)
+    widths = tl.load(p_cu_out + o_b + 1, mask=o_b < B, other=0) - tl.load(
+        p_cu_out + o_b, mask=o_b < B, other=0
+    )
     if LEVEL == 1:
         items = (rows_high - rows_low) * F
     else:
@@ -206,7 +235,7 @@ def beam_select_level_kernel(
     ends = tl.cumsum(segments, 0)
     r = tl.sum((ends <= i_p).to(tl.int32), 0)
     outputs = (p_out, p_out_codes, p_out_scores, p_out_nodes)
-    if LEVEL == 3:
+    if LEVEL == 3:  # noqa: SIM102 (known when compiled)
         if i_p == 0:
             _fill(tl.load(p_cu_out + B), num_out, outputs, LEVEL, SUB)
     if r < B:
@@ -215,7 +244,18 @@ def beam_select_level_kernel(
         n = tl.sum(tl.where(o_b == r, items, 0), 0)
         width = tl.sum(tl.where(o_b == r, widths, 0), 0)
         request = (tl.load(p_cu_rows + r).to(tl.int64), tl.load(p_cu_out + r).to(tl.int64))
-        sources = (p_keys, p_selected, p_logits, stride_logits, p_cum, p_lognorm, p_first, p_count, p_codes, C)
+        sources = (
+            p_keys,
+            p_selected,
+            p_logits,
+            stride_logits,
+            p_cum,
+            p_lognorm,
+            p_first,
+            p_count,
+            p_codes,
+            C,
+        )
         base = (request[0] if LEVEL == 1 else request[1]) * F + r * CAP
         p_kept_keys += base
         p_kept_items += base
@@ -238,13 +278,15 @@ def beam_select_level_kernel(
                 tl.store(p_kept_items + i_s * CAP + at, o_i, mask=keep)
         last = num_segments == 1
         if num_segments > 1:
-            # A segment owns the first min(width, CAP) of its CAP places, and leaves NO_KEY in those it does not need.
+            # A segment owns the first min(width, CAP) of its CAP places, and leaves NO_KEY in
+            # those it does not need.
             per_segment = tl.minimum(width, CAP)
             for block in range(kept, per_segment, SUB):
                 o_hole = block + tl.arange(0, SUB)
                 no_keys = tl.full([SUB], NO_KEY, tl.int32)
                 tl.store(p_kept_keys + i_s * CAP + o_hole, no_keys, mask=o_hole < per_segment)
-            # All stores of a program come before its arrival; the last to arrive sees those of all the others.
+            # All stores of a program come before its arrival; the last to arrive sees those of
+            # all the others.
             tl.debug_barrier()
             last = tl.atomic_add(p_done + r, 1, sem="acq_rel", scope="gpu") == num_segments - 1
             if last:

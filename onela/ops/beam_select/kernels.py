@@ -1,12 +1,14 @@
 """Selection of one beam-search step on the GPU: one read of the logits, then three small exact selections.
 
-The best W of a request are found through a tree of maxima. A row of C logits is cut into F1 groups of F2 chunks of F3 codes. A group that
-is not among the W best groups (by maximum, ties to the earlier one) cannot hold a survivor: W other maxima stand before everything in
-it. So the W best groups are kept, of their chunks the W best, and of those chunks' codes the W best: three selections of about
-C**(1/3) * W items instead of one of C * W, exact, ties included, because groups and chunks are contiguous in (row, code) order.
+The best W of a request are found through a tree of maxima. A row of C logits is cut into F1 groups of F2
+chunks of F3 codes. A group that is not among the W best groups (by maximum, ties to the earlier one) cannot
+hold a survivor: W other maxima stand before everything in it. So the W best groups are kept, of their chunks
+the W best, and of those chunks' codes the W
+best: three selections of about C**(1/3) * W items instead of one of C * W, exact, ties included, because
+groups and chunks are contiguous in (row, code) order.
 
-One selection of up to CAP items holds their keys in registers and bisects for the W-th largest. A request with more items is
-cut into segments; the last program of a request to finish merges what the segments kept.
+One selection of up to CAP items holds their keys in registers and searches for the W-th largest. A request
+with more items is cut into segments; the last program of a request to finish merges what the segments kept.
 """
 
 from __future__ import annotations
@@ -99,6 +101,13 @@ def _plan(num_codes: int) -> tuple[int, int, int, int]:
     return 1 << bits, 1 << (bits - f3 - f2), 1 << f2, 1 << f3
 
 
+def _program(cap: int, level: int) -> tuple[int, int]:
+    """Warps for a selection among `cap` items, and items of a block of its compaction; as measured."""
+    if level == 3 or cap > 16384:
+        return min(32, max(4, cap // 256)), min(cap, 8192)
+    return min(16, max(4, cap // 512)), min(cap, 8192 if cap < 16384 else 4096)
+
+
 def beam_select(
     logits: Tensor,
     *,
@@ -115,26 +124,26 @@ def beam_select(
 
     `score[row, code] = cum_logprobs[row] + (logits[row, code] - log_normalizer[row])`.
 
-    Args:
-        logits: [N, C] fp32, bf16 or fp16, one column per code of the level, in code order; C at most 32,768.
-        cum_logprobs: [N] fp32; -inf for a row that cannot be extended.
-        cu_rows: [B+1] int32, rows of each request. cu_out: [B+1] int32, survivors asked for by each request.
-        trie_nodes: [N] int32 or int64, the trie node that each beam stands on; PAD for a padding row.
-        child_offsets: [num_nodes+1], child_codes: [num_edges] int32: legal codes of a node, ascending; a child's node is its
+    Args: logits: [N, C] fp32, bf16 or fp16, one column per code of the level, in code order; C at most
+        32,768. cum_logprobs: [N] fp32; -inf for a row that cannot be extended. cu_rows: [B+1] int32, rows of
+        each request. cu_out: [B+1] int32, survivors asked for by each request. trie_nodes: [N] int32 or
+        int64, the trie node that each beam stands on; PAD for a padding row. child_offsets: [num_nodes+1],
+        child_codes: [num_edges] int32: legal codes of a node, ascending; a child's node is its
             place in `child_codes`. None: every code is legal, and children are numbered 0.
-        normalizer: what the logits of a row are normalised over: "level", all C codes; "allowed", the legal ones; or a
-            tensor [N] of log-normalizers.
-        num_out: M, at least `cu_out[-1]`; None reads it from the device, which waits for the device and cannot be captured.
-    Returns:
-        parent_rows: [M] int32, row that each survivor extends, PAD where a request had fewer legal continuations.
-        codes: [M] int32, PAD likewise.
-        cum_logprobs: [M] fp32, -inf likewise.
-        child_nodes: [M] int64, PAD likewise.
+        normalizer: what the logits of a row are normalised over: "level", all C codes; "allowed", the legal
+            ones; or a tensor [N] of log-normalizers.
+        num_out: M, at least `cu_out[-1]`; None reads it from the device, which waits for the device and
+            cannot be captured.
+    Returns: parent_rows: [M] int32, row that each survivor extends, PAD where a request had fewer legal
+        continuations. codes: [M] int32, PAD likewise. cum_logprobs: [M] fp32, -inf likewise. child_nodes: [M]
+        int64, PAD likewise.
 
     Layout: codes of a row contiguous, rows may be strided; everything else contiguous.
-    Padding: rows whose trie node is PAD, or whose cum_logprob is -inf, have no continuation; outputs past `cu_out[-1]` are PAD.
-    Numerics: fp32; deterministic. Equal scores go to the smaller (row, code) pair. Inside a request survivors stand in order of
-        (parent row, code), PAD last. A request does not depend on the others. A NaN score is never chosen.
+    Padding: rows whose trie node is PAD, or whose cum_logprob is -inf, have no continuation; outputs past
+        `cu_out[-1]` are PAD.
+    Numerics: fp32; deterministic. Equal scores go to the smaller (row, code) pair. Inside a request survivors
+        stand in order of (parent row, code), PAD last. A request does not depend on the others. A NaN score
+        is never chosen.
     Raises: ShapeError, DtypeError.
     """
     N, C = logits.shape
@@ -174,7 +183,13 @@ def beam_select(
     # Where a row's legal codes start in `child_codes`, and how many there are.
     first, count = empty(N, torch.int64), empty(N, torch.int32)
     done = empty(3 * B, torch.int32)
-    norm = NORM_GIVEN if isinstance(normalizer, Tensor) else NORM_LEVEL if normalizer == "level" else NORM_ALLOWED
+    norm = (
+        NORM_GIVEN
+        if isinstance(normalizer, Tensor)
+        else NORM_LEVEL
+        if normalizer == "level"
+        else NORM_ALLOWED
+    )
     constrained = child_offsets is not None
     cum_logprobs = cum_logprobs.to(torch.float32)
     beam_select_rows_kernel[(N,)](
@@ -212,6 +227,7 @@ def beam_select(
     ):
         items = (N if level == 1 else M) * f
         cap = min(MAX_ITEMS, max(512, triton.next_power_of_2(triton.cdiv(items, B))))
+        num_warps, sub = _program(cap, level)
         kept = empty(items + B * cap, torch.int32), empty(items + B * cap, torch.int32)
         beam_select_level_kernel[(items // cap + B,)](
             cu_rows,
@@ -239,8 +255,8 @@ def beam_select(
             LEVEL=level,
             CONSTRAINED=constrained,
             CAP=cap,
-            SUB=min(cap, 8192),
+            SUB=sub,
             BLOCK_B=triton.next_power_of_2(B),
-            num_warps=min(32, max(4, cap // 256)),
+            num_warps=num_warps,
         )
     return parent_rows, codes, scores, nodes

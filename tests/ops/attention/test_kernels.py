@@ -1,4 +1,4 @@
-"""Both attention kernels against the reference. The Hopper kernel needs its GPU; here it is compiled for it at least."""
+"""Both attention kernels against the reference; the Hopper kernel needs its GPU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ class Sizes:
 
 CASES = {
     "ragged, an empty prompt": Sizes((3, 20, 7), (70, 33, 0), (2, 0, 3), extra=2),
-    "three heads a group, odd head size": Sizes((3, 20, 7), (130, 64, 1), (1, 2, 5), HQ=6, D=24, page_size=64),
+    "three heads a group, odd head size": Sizes(
+        (3, 20, 7), (130, 64, 1), (1, 2, 5), HQ=6, D=24, page_size=64
+    ),
     "an empty request, one not served": Sizes((9, 0, 4), (17, 5, 40), (1, 0, 2), served=False),
     "one beam, no prompt, no ancestors": Sizes((1,), (0,), (0,), HQ=1, HKV=1),
     "eight heads a group, one past a tile": Sizes((17,), (65,), (1,), HQ=8, HKV=1, D=32, page_size=32),
@@ -44,7 +46,7 @@ CASES = {
 
 
 def make_case(sizes: Sizes, dtype: torch.dtype, seed: int = 0) -> tuple[tuple[Tensor, Tensor, Tensor], dict]:
-    """Pages in random order, NaN behind every prompt's end, ancestors that repeat, every fourth row padding."""
+    """Pages in random order, NaN behind a prompt's end, ancestors that repeat, every fourth row padding."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -156,8 +158,8 @@ def test_strided_queries(device):
 def test_refuses_what_it_cannot_do():
     (q, k, v), arguments = make_case(CASES["ragged, an empty prompt"], torch.float32)
     run = decode.beam_attention_triton
+    pages = arguments["k_cache"].reshape(-1, 8, *k.shape[1:])
     with pytest.raises(ShapeError, match="page size"):
-        pages = arguments["k_cache"].reshape(-1, 8, *k.shape[1:])
         run(q, k, v, **(arguments | {"k_cache": pages, "v_cache": pages}))
     with pytest.raises(DtypeError, match="k_cache"):
         run(q.bfloat16(), k, v, **arguments)
@@ -172,7 +174,9 @@ HOPPER_CASES = {
     "pages of 128, heads of 128": Sizes((40, 0, 129), (127, 3, 515), (1, 0, 5), HQ=8, D=128, page_size=128),
     "three heads a group, heads of 64": Sizes((9, 60), (640, 63), (4, 1), HQ=6, D=64, page_size=64),
     "no prompt": Sizes((5,), (0,), (0,), HQ=4, D=256, page_size=64),
-    "one head a group, one not served": Sizes((200, 4), (129, 64), (3, 2), HQ=2, D=128, page_size=64, served=False),
+    "one head a group, one not served": Sizes(
+        (200, 4), (129, 64), (3, 2), HQ=2, D=128, page_size=64, served=False
+    ),
 }
 
 

@@ -1,0 +1,159 @@
+"""Attention of one decode step: checked against the reference, then timed as CUDA graphs.
+
+R requests of W beams, each over its own prompt and `t` random ancestors (sorted parents) and its own new key;
+bf16, pages in random order. The floor is the matrix work, prompt and own keys once per beam, at the bf16 rate
+of a large matrix product measured in the same process. `torch` is torch's fused attention with the beams as
+queries: contiguous prompt keys, no own keys, no records.
+
+    python bench/attention.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torch.nn.functional as F
+
+from bench.common import append_result, time_events, time_graph
+from onela.ops.attention.decode import beam_attention_triton
+from onela.ops.attention.decode_hopper import beam_attention_hopper
+from onela.ops.attention.reference import beam_attention_ref
+
+
+@dataclass(frozen=True)
+class Case:
+    R: int
+    W: int
+    prompt: int
+    t: int = 1
+    HQ: int = 8
+    HKV: int = 2
+    D: int = 256
+    page_size: int = 64
+
+    @property
+    def flop(self) -> int:
+        return 4 * self.R * self.W * self.HQ * self.D * (self.prompt + self.t + 1)
+
+
+CASES = (
+    Case(4, 256, 1024),
+    Case(4, 256, 5120),
+    Case(1, 256, 5120),
+    Case(16, 512, 1024),
+    Case(4, 256, 1024, t=5),
+    Case(16, 512, 1024, t=5),
+    Case(16, 512, 1024, t=0),
+    Case(16, 512, 1024, page_size=128),
+    Case(4, 256, 1024, HQ=16, HKV=8, D=128),
+)
+
+
+def make_inputs(case: Case, seed: int = 0) -> tuple[tuple[torch.Tensor, ...], dict]:
+    generator = torch.Generator("cuda").manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda").bfloat16()
+
+    N, heads = case.R * case.W, (case.HKV, case.D)
+    pages = -(-case.prompt // case.page_size)
+    order = torch.randperm(case.R * pages, generator=generator, device="cuda")
+    ancestors = torch.full((N, max(1, case.t)), -1, dtype=torch.int32, device="cuda")
+    first = torch.arange(case.R, device="cuda")[:, None] * case.W
+    parents = torch.arange(case.W, device="cuda").expand(case.R, -1)
+    for j in range(case.t - 1, -1, -1):
+        pick = torch.randint(0, case.W, (case.R, case.W), generator=generator, device="cuda").sort(1).values
+        parents = pick.gather(1, parents)
+        ancestors[:, j] = (j * N + first + parents).flatten().to(torch.int32)
+    return (normal(N, case.HQ, case.D), normal(N, *heads), normal(N, *heads)), {
+        "k_cache": normal(case.R * pages, case.page_size, *heads),
+        "v_cache": normal(case.R * pages, case.page_size, *heads),
+        "page_table": order.reshape(case.R, pages).to(torch.int32),
+        "prompt_lens": torch.full((case.R,), case.prompt, dtype=torch.int32, device="cuda"),
+        "records_k": normal((case.t + 1) * N, *heads),
+        "records_v": normal((case.t + 1) * N, *heads),
+        "slots": case.t * N + torch.arange(N, dtype=torch.int32, device="cuda"),
+        "ancestors": ancestors,
+        "cu_rows": torch.arange(0, N + 1, case.W, dtype=torch.int32, device="cuda"),
+        "prompts": torch.arange(case.R, dtype=torch.int32, device="cuda"),
+        "depths": torch.full((case.R,), case.t, dtype=torch.int32, device="cuda"),
+    }
+
+
+def check(run: Callable, case: Case) -> float:
+    """Largest error over the largest output, against fp32 arithmetic on the same values; records too."""
+    qkv, arguments = make_inputs(case)
+    wide = {name: x.float() if x.is_floating_point() else x for name, x in arguments.items()}
+    want = beam_attention_ref(*(x.float() for x in qkv), **wide)
+    have = run(*qkv, **arguments)
+    error = float((have.float() - want).abs().max() / want.abs().max())
+    assert error < 2**-7, (case, error)
+    for name in ("records_k", "records_v"):
+        assert torch.equal(arguments[name].float(), wide[name]), (case, name)
+    return error
+
+
+def torch_fused(case: Case) -> Callable[[], torch.Tensor]:
+    G = case.HQ // case.HKV
+    q = torch.randn(case.R, case.HKV, case.W * G, case.D, device="cuda").bfloat16()
+    k, v = (torch.randn(case.R, case.HKV, case.prompt, case.D, device="cuda").bfloat16() for _ in range(2))
+    return partial(F.scaled_dot_product_attention, q, k, v)
+
+
+def matrix_rate() -> float:
+    """FLOP per second of a large bf16 matrix product on random data."""
+    a, b = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
+    return 2 * 8192**3 / (statistics.median(time_events(lambda: a @ b, samples=10)) * 1e-6)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", type=int, nargs="*", help="places in the list of cases")
+    parser.add_argument("--arms", nargs="*", default=["hopper", "triton", "torch"])
+    parser.add_argument(
+        "--splits", type=int, nargs="*", default=[0], help="pieces of the prompt to try; 0: chosen"
+    )
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    rate = matrix_rate()
+    print(f"bf16 matrix product {rate / 1e12:.0f} TFLOP/s")
+    for number in options.cases or range(len(CASES)):
+        case = CASES[number]
+        floor = case.flop / rate * 1e6
+        for arm in options.arms:
+            for splits in options.splits if arm != "torch" else [0]:
+                error = None
+                if arm == "torch":
+                    call: Callable = torch_fused(case)
+                else:
+                    run = beam_attention_hopper if arm == "hopper" else beam_attention_triton
+                    run = partial(run, splits=splits or None)
+                    error = check(run, case)
+                    qkv, arguments = make_inputs(case)
+                    call = partial(run, *qkv, **arguments)
+                times = time_graph([call])
+                value = statistics.median(times)
+                label = arm if not splits else f"{arm}_splits_{splits}"
+                append_result(
+                    "attention", arm=label, case=asdict(case), metric="time", unit="us", value=value,
+                    spread=[min(times), max(times)], floor=floor, out=options.out, error=error,
+                )  # fmt: skip
+                print(
+                    f"{label:16s} {case}  {value:7.1f} us  {value / floor:5.2f} x floor  error {error}",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""Selection of one beam-search step: checked against the reference, then timed as CUDA graphs.
+
+Logits of R requests of W beams over C codes, fp32 or bf16, all codes legal or a trie. A run goes over several
+sets of logits, so that it does not find them in the L2 cache. The floor is reading the logits once at the
+copy bandwidth measured in the same process.
+
+    python bench/beam_select.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from torch import Tensor
+
+from bench.common import append_result, copy_bandwidth, time_graph
+from onela.ops.beam_select.kernels import beam_select
+from onela.ops.beam_select.reference import beam_select_ref
+
+
+@dataclass(frozen=True)
+class Case:
+    """`children` is the mean number of legal codes of a beam; None: all codes, no trie."""
+
+    R: int
+    W: int
+    C: int = 8192
+    dtype: str = "float32"
+    children: int | None = None
+    normalizer: str = "level"
+
+    @property
+    def num_bytes(self) -> int:
+        """What must be read: the logits, all or (normalised over the legal ones) those of the children."""
+        codes = self.C if self.normalizer == "level" else self.children or self.C
+        return self.R * self.W * codes * (4 if self.dtype == "float32" else 2)
+
+
+CASES = (
+    Case(4, 256),
+    Case(16, 512),
+    Case(1, 5000),
+    Case(4, 256, dtype="bfloat16"),
+    Case(16, 512, dtype="bfloat16"),
+    Case(1, 5000, dtype="bfloat16"),
+    Case(16, 512, C=16384),
+    Case(16, 512, children=30),
+    Case(16, 512, children=30, normalizer="allowed"),
+    Case(4, 256, children=30, normalizer="allowed"),
+)
+
+
+def offsets(sizes: list[int]) -> Tensor:
+    return torch.tensor([0, *sizes], dtype=torch.int32, device="cuda").cumsum(0).to(torch.int32)
+
+
+def make_inputs(case: Case, seed: int) -> tuple[Tensor, dict]:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    N = case.R * case.W
+    logits = torch.randn(N, case.C, generator=generator, device="cuda") * 3
+    nodes = torch.zeros(N, dtype=torch.int32, device="cuda")
+    child_offsets = child_codes = None
+    if case.children is not None:
+        counts = torch.randint(1, 2 * case.children, (N,), generator=generator, device="cuda")
+        child_offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(torch.int32)
+        keys = torch.rand(N, case.C, generator=generator, device="cuda").argsort(1)
+        legal = torch.arange(case.C, device="cuda")[None, :] < counts[:, None]
+        child_codes = torch.where(legal, keys, case.C).sort(1).values[legal].to(torch.int32)
+        nodes = torch.randperm(N, generator=generator, device="cuda").to(torch.int32)
+    return logits.to(getattr(torch, case.dtype)), {
+        "cum_logprobs": -5 * torch.rand(N, generator=generator, device="cuda"),
+        "cu_rows": offsets([case.W] * case.R),
+        "cu_out": offsets([case.W] * case.R),
+        "trie_nodes": nodes,
+        "child_offsets": child_offsets,
+        "child_codes": child_codes,
+        "normalizer": case.normalizer,
+        "num_out": N,
+    }
+
+
+def check(case: Case) -> None:
+    """Equal to the reference where scores have the same bits; close with the kernel's own normalizers."""
+    logits, arguments = make_inputs(case, 0)
+    given = arguments | {"normalizer": torch.logsumexp(logits.float(), -1)}
+    for want, have in zip(beam_select_ref(logits, **given), beam_select(logits, **given)):
+        assert torch.equal(want, have), case
+    want, have = beam_select_ref(logits, **arguments)[2], beam_select(logits, **arguments)[2]
+    width = (case.R, case.W)
+    torch.testing.assert_close(
+        have.view(width).sort(1).values, want.view(width).sort(1).values, rtol=1e-5, atol=1e-5
+    )
+
+
+def torch_topk(logits: Tensor, arguments: dict, case: Case) -> Tensor:
+    """What one would write in torch: no order, no ties, no trie."""
+    scores = torch.log_softmax(logits.float(), -1) + arguments["cum_logprobs"][:, None]
+    return torch.topk(scores.view(case.R, -1), case.W, dim=1).indices
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", type=int, nargs="*", help="places in the list of cases")
+    parser.add_argument("--torch", action="store_true", help="time torch's log_softmax and topk too")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    bandwidth = copy_bandwidth()
+    print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s")
+    for number in options.cases or range(len(CASES)):
+        case = CASES[number]
+        check(case)
+        sets = max(1, min(8, -(-(200 << 20) // case.num_bytes)))
+        inputs = [make_inputs(case, seed) for seed in range(sets)]
+        floor = case.num_bytes / bandwidth * 1e6 * (1 if case.normalizer == "level" else 0) or None
+        arms = {"radix": [partial(beam_select, logits, **arguments) for logits, arguments in inputs]}
+        if options.torch and case.children is None:
+            arms["torch"] = [partial(torch_topk, logits, arguments, case) for logits, arguments in inputs]
+        for arm, calls in arms.items():
+            times = [t / sets for t in time_graph(calls)]
+            value = statistics.median(times)
+            append_result(
+                "beam_select", arm=arm, case=asdict(case), metric="time", unit="us", value=value,
+                spread=[min(times), max(times)], floor=floor, out=options.out,
+            )  # fmt: skip
+            ratio = "" if floor is None else f"{value / floor:6.2f} x floor"
+            print(f"{arm:6s} {case}  {value:8.1f} us {ratio}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
