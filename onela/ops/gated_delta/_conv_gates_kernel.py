@@ -7,6 +7,7 @@ so it is summed once; a beam's own window is gathered through its ancestors. The
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from onela.ops.gated_delta._replay_kernel import load_request, sigmoid
 
@@ -87,8 +88,12 @@ def conv_gates_kernel(
     BLOCK_W: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_HV: tl.constexpr,
+    OVERLAP: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
+    if OVERLAP:
+        # The second launch may load its states while this one drains; it waits before it reads what is written here.
+        gdc_launch_dependents()
     i_split = tl.program_id(0)
     i_c = tl.program_id(1)
     i_request = tl.program_id(2)

@@ -71,6 +71,7 @@ CONV = {
     "BLOCK_W": 8,
     "BLOCK_C": 256,
     "BLOCK_HV": 32,
+    "UPCAST": 0,
 }
 STATE = {"H": 8, "HV": 16, "K": 128, "V": 128, "BLOCK_V": 32}
 
@@ -80,7 +81,8 @@ KERNELS = {
     "layer": replay(90, 4, depth=2, KEY_IS_RECORD=1, NORM=1, **LARGE),
     "ampere": replay(80, 4, depth=8, BLOCK_W=16, BLOCK_V=128, K=128, V=128),
     "wide_heads": replay(90, 8, depth=8, BLOCK_W=32, BLOCK_V=64, K=256, V=512),
-    "conv_gates": ("_conv_gates_kernel", "conv_gates_kernel", 80, 2, CONV | {"UPCAST": 0}),
+    "conv_gates": ("_conv_gates_kernel", "conv_gates_kernel", 80, 2, CONV | {"OVERLAP": 0}),
+    "conv_gates_overlap": ("_conv_gates_kernel", "conv_gates_kernel", 90, 2, CONV | {"OVERLAP": 1}),
     "full_state": ("_full_state_kernel", "full_state_step_kernel", 90, 1, STATE),
     "replay_ssm": ("_replay_ssm_kernel", "replay_ssm_step_kernel", 90, 1, STATE | {"T": 6}),
 }
