@@ -42,6 +42,7 @@ class EngineConfig:
         "per_beam", "replay_ssm: a checkpoint per beam, or a shared one"
     )
     record_dtype: RecordDtype = _option("auto", "dtype of the delta records; auto: the model's dtype")
+    cuda_graphs: bool = _option(True, "on a GPU, run decode forwards as CUDA graphs")
     page_size: int = _option(64, "tokens per KV page", minimum=1)
     max_batch_tokens: int = _option(
         16384, "most prompt tokens in one step; longer prompts run in pieces", minimum=1
@@ -161,6 +162,7 @@ def _gather(
     return {**values, **overrides}
 
 
+BOOLEANS = {"1": True, "true": True, "0": False, "false": False}
 CHOICES: dict[str, tuple[str, ...]] = {
     "recurrent_backend": get_args(RecurrentBackendName),
     "full_state_mode": get_args(FullStateMode),
@@ -171,6 +173,10 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 def _parse(variable: str, text: str, option: dataclasses.Field[Any]) -> Any:
     """Turn a variable's text into the option's type."""
+    if isinstance(option.default, bool):
+        if text.lower() not in BOOLEANS:
+            raise ConfigError(f"{variable}: {text!r} is none of {', '.join(BOOLEANS)}")
+        return BOOLEANS[text.lower()]
     if option.metadata["minimum"] is None:
         return text
     if option.default is None and text.lower() in ("", "none"):

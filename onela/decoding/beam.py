@@ -10,6 +10,7 @@ from torch import Tensor
 
 from onela.items import DeviceTrie
 from onela.ops.beam_select import beam_select
+from onela.ops.indexing import device_tensor
 
 NEG_INF = float("-inf")
 
@@ -97,8 +98,9 @@ class BeamSearch:
             child_offsets=None if self.trie is None else self.trie.offsets[level],
             child_codes=None if self.trie is None else self.trie.codes[level],
             child_allowed=allowed,
-            allowed_rows=None if allowed_rows is None else torch.tensor(allowed_rows, device=device),
+            allowed_rows=None if allowed_rows is None else device_tensor(allowed_rows, torch.int64, device),
             normalizer=normalizer if log_normalizer is None else log_normalizer,  # type: ignore[arg-type]
+            num_out=sum(widths),
         )
         survivors = []
         row, out = 0, 0
@@ -144,4 +146,4 @@ def _boundaries(sizes: Sequence[int], device: torch.device) -> Tensor:
     bounds = [0]
     for size in sizes:
         bounds.append(bounds[-1] + size)
-    return torch.tensor(bounds, dtype=torch.int32, device=device)
+    return device_tensor(bounds, torch.int32, device)

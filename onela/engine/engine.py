@@ -84,6 +84,10 @@ class Engine:
             page_size=self.config.page_size,
             max_prompts=self.config.max_prompts,
             max_pages=self.config.max_pages,
+            # Tensor cores take a bf16 model's prompt states as two halves; only replay reads them so.
+            split_states=self.device.type == "cuda"
+            and dtype == torch.bfloat16
+            and self.config.recurrent_backend == "replay",
         )
         records = Records(
             geometry,
@@ -105,7 +109,7 @@ class Engine:
         )
         self.state = DecodeState(prompts, records, backend)
         token_ids = [torch.as_tensor(vocabulary.token_ids(level)) for level in range(vocabulary.num_levels)]
-        self.runner = Runner(model, self.state, token_ids)
+        self.runner = Runner(model, self.state, token_ids, cuda_graphs=self.config.cuda_graphs)
         self.cache = PromptCache(self.config, prompts) if self.config.prompt_cache_bytes else None
         self.scheduler = Scheduler(self.config, prompts, records, cache=self.cache)
         self.catalogs = Catalogs(catalog, vocabulary, self.device)

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from onela.engine.active import ActiveRequest
+from onela.engine.graphs import DecodeGraphs
+from onela.engine.packing import StepBuffers, StepShape
 from onela.engine.scheduler import PrefillChunk
 from onela.models import CausalLM
-from onela.ops.indexing import spread
+from onela.ops.indexing import device_tensor
 from onela.state import DecodeState, PrefillInputs, StepInputs
 
 
@@ -20,14 +22,26 @@ class Runner:
     Args:
         model: the decoder. state: what it reads and writes.
         level_token_ids: [codebook_size] int64 of each level, tokens in code order.
+        cuda_graphs: run decode forwards as CUDA graphs, on a GPU.
     """
 
-    def __init__(self, model: CausalLM, state: DecodeState, level_token_ids: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        state: DecodeState,
+        level_token_ids: Sequence[Tensor],
+        *,
+        cuda_graphs: bool = False,
+    ) -> None:
         self.model = model
         self.state = state
         self.device = state.prompts.device
-        self.level_token_ids = [ids.to(self.device) for ids in level_token_ids]
-        self.heads = [model.head_rows(ids) for ids in self.level_token_ids]
+        self.heads = [model.head_rows(ids.to(self.device)) for ids in level_token_ids]
+        self.token_table = torch.cat(list(level_token_ids)).to(self.device, torch.int32)
+        self.level_starts = _cumulative([len(ids) for ids in level_token_ids])
+        self.graphs: DecodeGraphs | None = None
+        if cuda_graphs and self.device.type == "cuda":
+            self.graphs = DecodeGraphs(self.forward, lambda: state.generation, self.device)
 
     def prefill(self, chunks: Sequence[PrefillChunk]) -> list[Tensor]:
         """Run pieces of prompts. Returns the last hidden row [1, D] of each prompt that is complete now."""
@@ -35,13 +49,14 @@ class Runner:
             return []
         prompts = self.state.prompts
         tokens = [token for c in chunks for token in c.request.prompt_token_ids[c.start : c.end]]
+        positions = [place for c in chunks for place in range(c.start, c.end)]
         bounds = _cumulative([c.end - c.start for c in chunks])
         inputs = PrefillInputs(
-            token_ids=self._tensor(tokens, torch.int64),
-            positions=torch.cat([torch.arange(c.start, c.end, device=self.device) for c in chunks]),
-            cu_seqlens=self._tensor(bounds, torch.int32),
-            prompts=self._tensor([_place(c.request) for c in chunks], torch.int32),
-            cached_lens=self._tensor([c.start for c in chunks], torch.int32),
+            token_ids=device_tensor(tokens, torch.int64, self.device),
+            positions=device_tensor(positions, torch.int64, self.device),
+            cu_seqlens=torch.tensor(bounds, dtype=torch.int32),
+            prompts=torch.tensor([_place(c.request) for c in chunks], dtype=torch.int32),
+            cached_lens=torch.tensor([c.start for c in chunks], dtype=torch.int32),
         )
         hidden = self.model.prefill(inputs, self.state)
         for chunk in chunks:
@@ -50,56 +65,34 @@ class Runner:
         return [hidden[end - 1 : end] for chunk, end in zip(chunks, bounds[1:]) if chunk.completes]
 
     def decode(self, requests: Sequence[ActiveRequest]) -> list[Tensor]:
-        """Run the last chosen token of every beam. Returns the hidden rows [W, D] of each request."""
+        """Run the last chosen token of every beam.
+
+        Returns:
+            The hidden rows [W, D] of each request. The next call may overwrite them.
+        """
         if not requests:
             return []
-        inputs = self.step_inputs(requests)
-        backend = self.state.backend
         places = max(r.first_row + r.num_rows for r in requests)
-        backend.reserve(places, max(len(r.widths) - 1 for r in requests))
-        backend.begin(inputs)
-        backend.reorder(inputs)
-        hidden = self.model.decode(inputs, self.state)
+        self.state.backend.reserve(places, max(len(r.widths) - 1 for r in requests))
+        hidden = None
+        if self.graphs is not None:
+            hidden = self.graphs.run(requests, self.token_table, self.level_starts)
+        if hidden is None:
+            hidden = self.forward(self.step_inputs(requests))
         return list(hidden.split([r.beams.width for r in requests]))
 
-    def step_inputs(self, requests: Sequence[ActiveRequest]) -> StepInputs:
-        """Pack the beams of several requests, whatever their widths and depths."""
-        widths = [r.beams.width for r in requests]
-        N = sum(widths)
-        depth = max(r.tree.depth for r in requests)
-        cu_rows = self._tensor(_cumulative(widths), torch.int32)
-        prompts = self._tensor([_place(r) for r in requests], torch.int32)
-        depths = self._tensor([r.tree.depth for r in requests], torch.int32)
-        alive = torch.cat([r.beams.alive for r in requests])
-        ancestors = torch.full((N, depth), -1, dtype=torch.int32, device=self.device)
-        tokens, rows, parents, row = [], [], [], 0
-        for request, width in zip(requests, widths):
-            ancestors[row : row + width, : request.tree.depth] = request.tree.ancestors
-            last = request.beams.codes[:, -1].clamp(min=0).to(torch.int64)
-            tokens.append(self.level_token_ids[request.level - 1][last])
-            rows.append(torch.arange(width, dtype=torch.int32, device=self.device) + request.first_row)
-            parent = request.beams.parent_beams
-            if request.tree.depth:
-                parents.append((parent + request.first_row).masked_fill(parent < 0, -1))
-            else:
-                # The parent of a first beam is the prompt, which holds no place among the beams.
-                parents.append(torch.full_like(parent, -1))
-            row += width
-        row_depths = spread(depths, cu_rows, N, fill=0)
-        lengths = self.state.prompts.lengths[prompts.to(torch.int64)]
-        return StepInputs(
-            token_ids=torch.cat(tokens),
-            positions=spread(lengths, cu_rows, N, fill=0) + row_depths,
-            slots=torch.cat([r.step_slots for r in requests]),
-            ancestors=ancestors,
-            cu_rows=cu_rows,
-            prompts=prompts,
-            depths=depths,
-            rows=torch.cat(rows).masked_fill(~alive, -1),
-            parent_rows=torch.cat(parents).to(torch.int32).masked_fill(~alive, -1),
-            row_prompts=spread(prompts, cu_rows, N).to(torch.int32).masked_fill(~alive, -1),
-            row_depths=row_depths.to(torch.int32),
-        )
+    def forward(self, inputs: StepInputs) -> Tensor:
+        """One decode step of the whole model: [N, hidden_size]."""
+        backend = self.state.backend
+        backend.begin(inputs)
+        backend.reorder(inputs)
+        return self.model.decode(inputs, self.state)
+
+    def step_inputs(self, requests: Sequence[ActiveRequest], shape: StepShape | None = None) -> StepInputs:
+        """Pack the beams of several requests, whatever their widths and depths; padded up to `shape`, when given."""
+        buffers = StepBuffers(shape or StepShape.of(requests), self.device)
+        buffers.fill(requests, self.token_table, self.level_starts)
+        return buffers.inputs()
 
     def level_logits(self, hidden: Tensor, level: int) -> Tensor:
         """[N, codebook_size] fp32: one column per code of the level."""
@@ -108,9 +101,6 @@ class Runner:
     def log_normalizer(self, hidden: Tensor) -> Tensor:
         """[N] fp32: log-sum-exp over the whole vocabulary."""
         return self.model.logits(hidden).logsumexp(-1)
-
-    def _tensor(self, values: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=self.device)
 
 
 def _cumulative(sizes: Sequence[int]) -> list[int]:

@@ -68,5 +68,35 @@ def scatter_rows(target: Tensor, index: Tensor, values: Tensor) -> None:
     target[index[live].to(torch.int64)] = values[live].to(target.dtype)
 
 
+def copy_rows(
+    target: Tensor,
+    target_rows: Tensor | None,
+    source: Tensor,
+    source_rows: Tensor | None,
+    *,
+    parts: Tensor | None = None,
+) -> None:
+    """`target[target_rows[n]] = source[source_rows[n]]` in place, for every n where neither is negative.
+
+    Args:
+        target, source: [rows, ...] contiguous, of one dtype and row shape.
+        target_rows, source_rows: [N] int32 or int64; None: n itself.
+        parts: [N] int32, how many of a row's first parts (its second axis) matter; more may be copied. None: all.
+
+    Aliasing: no row that is written is read in the same call. On a GPU nobody waits.
+    """
+    given = target_rows if target_rows is not None else source_rows
+    assert given is not None, "one of the two indices"
+    if target.is_cuda:
+        from onela.ops._copy_rows import copy_rows_triton
+
+        copy_rows_triton(target, target_rows, source, source_rows, parts)
+        return
+    own = torch.arange(given.shape[0], device=given.device)
+    to, at = (own if rows is None else rows.to(torch.int64) for rows in (target_rows, source_rows))
+    live = (to >= 0) & (at >= 0)
+    target[to[live]] = source[at[live]]
+
+
 def _expand(mask: Tensor, like: Tensor) -> Tensor:
     return mask.reshape(*mask.shape, *([1] * (like.dim() - mask.dim())))

@@ -25,6 +25,11 @@ class DecodeState:
     records: Records
     backend: RecurrentBackend
 
+    @property
+    def generation(self) -> tuple[tuple[int, ...], ...]:
+        """Changes whenever any tensor of the state is replaced: pointers taken before are then worthless."""
+        return self.prompts.generation, (self.records.pool.generation,), self.backend.generation
+
 
 __all__ = [
     "BACKENDS",

@@ -23,7 +23,7 @@ from onela.ops.gated_delta import (
     replay_ssm_step,
     replay_step,
 )
-from onela.ops.indexing import scatter_rows
+from onela.ops.indexing import copy_rows, gather_rows
 from onela.ops.norm import gated_rms_norm
 from onela.ops.short_conv import short_conv_step
 from onela.state.geometry import GatedDeltaGeometry, LayerGeometry
@@ -33,6 +33,7 @@ from onela.state.prompt import PromptPool
 from onela.state.records import Records
 
 BackendName = Literal["replay", "full_state", "replay_ssm"]
+CHECKPOINT_ROWS = "checkpoint_rows"
 BACKENDS: tuple[BackendName, ...] = ("replay", "full_state", "replay_ssm")
 
 
@@ -72,10 +73,10 @@ class RecurrentBackend(ABC):
         """Make room for `num_rows` beams of at most `max_depth` decode steps."""
 
     def begin(self, inputs: StepInputs) -> None:
-        """Called before a step's forward for the rows that stand at depth 0."""
+        """Called first in every step: take in the rows that stand at depth 0."""
 
     def reorder(self, inputs: StepInputs) -> None:
-        """Called before a step's forward: bring what each beam holds to its survivor, where that needs a copy."""
+        """Called after `begin`: bring what each beam holds to its survivor, where that needs a copy."""
 
     def layer_step(
         self,
@@ -122,6 +123,11 @@ class RecurrentBackend(ABC):
     @abstractmethod
     def nbytes(self) -> int:
         """Bytes that this backend holds for the beams' recurrent states (the prompts' not counted)."""
+
+    @property
+    def generation(self) -> tuple[int, ...]:
+        """Changes whenever a tensor of the backend is replaced by a larger one."""
+        return ()
 
 
 class ReplayBackend(RecurrentBackend):
@@ -185,6 +191,8 @@ class ReplayBackend(RecurrentBackend):
 class FullStateBackend(RecurrentBackend):
     """A state per beam in two halves of a buffer: the parents' and the children's.
 
+    The places of a step are worked out once, by `begin`, for all layers.
+
     Args:
         state_dtype: dtype of the states.
         read_parent: True: a step reads the parent's state where it lies and writes the child's into the other
@@ -215,20 +223,24 @@ class FullStateBackend(RecurrentBackend):
         # Rows 2r and 2r+1 are the two places of beam r, so that growing keeps every beam where it is.
         self.pool.reserve(2 * num_rows)
 
+    def begin(self, inputs: StepInputs) -> None:
+        # Where each row's parent has left its state (PAD: the prompt), and where the row's own goes.
+        half = inputs.row_depths % 2
+        source = (2 * inputs.parent_rows + 1 - half).where(inputs.parent_rows >= 0, inputs.parent_rows)
+        target = (2 * inputs.rows + half).where(inputs.rows >= 0, inputs.rows)
+        self._source, self._target = source.to(torch.int32), target.to(torch.int32)
+        self._read = self._source if self.read_parent else self._target.where(source >= 0, self._source)
+
     def reorder(self, inputs: StepInputs) -> None:
-        if self.read_parent:
+        if self.read_parent or not inputs.ancestors.shape[1]:
             return
-        source, target = self._places(inputs)
-        moving = source >= 0
         for i in self.geometry:
             states = self.pool.tensors[str(i)]
-            states[target[moving]] = states[source[moving]]
+            copy_rows(states, self._target, states, self._source)
 
     def step(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, inputs: StepInputs
     ) -> Tensor:
-        source, target = self._places(inputs)
-        read = source if self.read_parent else target.where(source >= 0, source)
         return full_state_step(
             q,
             k,
@@ -237,8 +249,8 @@ class FullStateBackend(RecurrentBackend):
             beta,
             states=self.pool.tensors[str(layer)],
             recurrent_state=self.prompts.layer(layer, "recurrent_state"),
-            read_rows=read,
-            write_rows=target,
+            read_rows=self._read,
+            write_rows=self._target,
             row_prompts=inputs.row_prompts,
             out_dtype=torch.float32,
         )
@@ -247,17 +259,16 @@ class FullStateBackend(RecurrentBackend):
     def nbytes(self) -> int:
         return self.pool.nbytes
 
-    @staticmethod
-    def _places(inputs: StepInputs) -> tuple[Tensor, Tensor]:
-        """Where each row's parent has left its state (PAD: the prompt), and where the row's own goes."""
-        half = inputs.row_depths % 2
-        target = (2 * inputs.rows + half).where(inputs.rows >= 0, inputs.rows)
-        source = (2 * inputs.parent_rows + 1 - half).where(inputs.parent_rows >= 0, inputs.parent_rows)
-        return source, target
+    @property
+    def generation(self) -> tuple[int, ...]:
+        return (self.pool.generation,)
 
 
 class ReplaySsmBackend(RecurrentBackend):
     """A buffer of transitions per beam, replayed into a state at each step from a checkpoint.
+
+    Reordering moves the buffers. A checkpoint stays where the request's first beam has got it: its descendants know
+    the place.
 
     Args:
         shared: True: the checkpoint is the prompt's state, one per request. False: every beam owns a copy of it.
@@ -289,21 +300,29 @@ class ReplaySsmBackend(RecurrentBackend):
         self.pool.reserve(num_rows)
 
     def begin(self, inputs: StepInputs) -> None:
-        if self.shared:
+        if self.shared or not inputs.some_first:
             return
-        first = (inputs.row_depths == 0) & (inputs.rows >= 0)
-        rows, prompts = inputs.rows[first].to(torch.int64), inputs.row_prompts[first].to(torch.int64)
+        first = inputs.rows.masked_fill(inputs.row_depths > 0, -1)
         for i in self.geometry:
-            self.pool.tensors[f"{i}.checkpoint"][rows] = self.prompts.layer(i, "recurrent_state")[prompts]
+            states = self.prompts.layer(i, "recurrent_state")
+            copy_rows(self.pool.tensors[f"{i}.checkpoint"], first, states, inputs.row_prompts)
+        copy_rows(self.pool.tensors[CHECKPOINT_ROWS], first, inputs.rows, None)
 
     def reorder(self, inputs: StepInputs) -> None:
-        moving = inputs.parent_rows >= 0
-        target = inputs.rows.where(moving, inputs.rows.new_full((), -1))
-        source = inputs.parent_rows[moving].to(torch.int64)
-        for tensor in self.pool.tensors.values():
-            moved = tensor.new_zeros((target.shape[0], *tensor.shape[1:]))
-            moved[moving] = tensor[source]
-            scatter_rows(tensor, target, moved)
+        if inputs.ancestors.shape[1]:
+            # A row may be both read and written: through a copy of what the survivors take.
+            for name, tensor in self.pool.tensors.items():
+                if name.endswith(".checkpoint"):
+                    continue
+                parts = None if name == CHECKPOINT_ROWS else inputs.row_depths
+                moved = tensor.new_empty(inputs.rows.shape[0], *tensor.shape[1:])
+                copy_rows(moved, None, tensor, inputs.parent_rows, parts=parts)
+                target = inputs.rows.masked_fill(inputs.parent_rows < 0, -1)
+                copy_rows(tensor, target, moved, None, parts=parts)
+        if self.shared:
+            self._checkpoint_rows = inputs.row_prompts
+        else:
+            self._checkpoint_rows = gather_rows(self.pool.tensors[CHECKPOINT_ROWS], inputs.rows)
 
     def step(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, inputs: StepInputs
@@ -319,7 +338,7 @@ class ReplaySsmBackend(RecurrentBackend):
             g,
             beta,
             checkpoints=checkpoints,
-            checkpoint_rows=inputs.row_prompts if self.shared else inputs.rows,
+            checkpoint_rows=self._checkpoint_rows,
             buffer_g=tensors[f"{layer}.g"],
             buffer_delta=tensors[f"{layer}.delta"],
             buffer_k=tensors[f"{layer}.k"],
@@ -332,9 +351,15 @@ class ReplaySsmBackend(RecurrentBackend):
     def nbytes(self) -> int:
         return self.pool.nbytes
 
+    @property
+    def generation(self) -> tuple[int, ...]:
+        return (self.pool.generation, self.max_depth)
+
     def _deepen(self, max_depth: int) -> None:
         """Buffers for more steps; what the beams hold is kept."""
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        if not self.shared:
+            shapes[CHECKPOINT_ROWS] = ((), torch.int32)
         for i, layer in self.geometry.items():
             shapes[f"{i}.g"] = ((max_depth, layer.num_value_heads), torch.float32)
             shapes[f"{i}.delta"] = ((max_depth, layer.num_value_heads, layer.value_dim), self.record_dtype)
@@ -346,7 +371,7 @@ class ReplaySsmBackend(RecurrentBackend):
         grown.generation = self.pool.generation
         grown.reserve(self.pool.capacity)
         for name, old in self.pool.tensors.items():
-            if name.endswith("checkpoint"):
+            if name == CHECKPOINT_ROWS or name.endswith(".checkpoint"):
                 grown.tensors[name].copy_(old)
             else:
                 grown.tensors[name][:, : self.max_depth] = old

@@ -95,8 +95,8 @@ def own_capacity(
         Capacity("full_state_read_parent", prompts + 2 * states, states),
         Capacity(
             "replay_ssm",
-            prompts + checkpoints + rows * steps * record,
-            checkpoints + rows * steps * record + rows * record,
+            prompts + checkpoints + rows * (steps * record + INDEX_BYTES),
+            rows * (steps * record + record + INDEX_BYTES),
         ),
         Capacity("replay_ssm_shared", prompts + rows * steps * record, rows * steps * record + rows * record),
     ]

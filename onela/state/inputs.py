@@ -54,6 +54,7 @@ class StepInputs:
         parent_rows: [N] int32, the parent's place; PAD at depth 0 and for padding rows.
         row_prompts: [N] int32 and row_depths: [N] int32, `prompts` and `depths` spread over the rows; PAD and
             0 for padding.
+        some_first: whether any row may stand at depth 0.
     """
 
     token_ids: Tensor
@@ -67,6 +68,7 @@ class StepInputs:
     parent_rows: Tensor
     row_prompts: Tensor
     row_depths: Tensor
+    some_first: bool = True
 
     @property
     def index(self) -> RowIndex:
