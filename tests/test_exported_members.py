@@ -9,7 +9,11 @@ from onela import errors
 
 
 def test_all_is_complete_and_sorted() -> None:
-    public = [name for name in vars(onela) if not name.startswith("_") and not inspect.ismodule(getattr(onela, name))]
+    public = [
+        name
+        for name in vars(onela)
+        if not name.startswith("_") and not inspect.ismodule(getattr(onela, name))
+    ]
     assert sorted([*public, "__version__"]) == sorted(onela.__all__)
     assert onela.__all__ == sorted(onela.__all__, key=lambda name: (name.startswith("__"), name.lower()))
     assert all(hasattr(onela, name) for name in onela.__all__)

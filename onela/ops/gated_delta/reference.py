@@ -139,8 +139,8 @@ def replay_step_ref(
     With `x` the normalised q or k:  u(-1) = S x;  u(j) = alpha_j u(j-1) + delta_j (k_j . x),  0 <= j < t;
     delta_t = beta_t (v_t - alpha_t u_k);  o_t = alpha_t u_q + delta_t (k_t . q_t).
 
-    The key record is the untouched input row, and the delta record is `delta * l2norm_scale(k)`: the product of the two is
-    what replay needs, and the key stays exact in the dtype it came in.
+    The key record is the untouched input row, and the delta record is `delta * l2norm_scale(k)`: the product
+    of the two is what replay needs, and the key stays exact in the dtype it came in.
 
     Args:
         q, k: [N, H, K]; not normalised. k may be None: then it already lies in `records_k[slots]`.
@@ -333,7 +333,9 @@ def replay_ssm_step_ref(
     v, g, beta = v.to(dtype), g.to(dtype), beta.to(dtype)
     projected = g.exp()[..., None] * torch.einsum("nhvk,nhk->nhv", state, kn)
     delta = beta[..., None] * (v - projected)
-    o = g.exp()[..., None] * torch.einsum("nhvk,nhk->nhv", state, qn) + delta * (kn * qn).sum(-1, keepdim=True)
+    o = g.exp()[..., None] * torch.einsum("nhvk,nhk->nhv", state, qn) + delta * (kn * qn).sum(
+        -1, keepdim=True
+    )
     at, depth = rows[live].to(torch.int64), row_depths[live].to(torch.int64)
     buffer_g[at, depth] = g[live].to(buffer_g.dtype)
     buffer_delta[at, depth] = (delta * k_scale)[live].to(buffer_delta.dtype)
