@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from onela.cli import capacity, catalog, evaluate, recommend, verify, version
+from onela.cli import capacity, catalog, evaluate, recommend, serve, verify, version
 from onela.errors import OneLAError
 
 typer_app = typer.Typer(
@@ -18,6 +18,7 @@ typer_app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 typer_app.command("recommend")(recommend.recommend)
+typer_app.command("serve")(serve.serve)
 typer_app.command("capacity")(capacity.capacity)
 typer_app.command("verify")(verify.verify)
 typer_app.command("evaluate")(evaluate.evaluate_command)

@@ -1,0 +1,280 @@
+"""The HTTP application: routes over an `AsyncEngine`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
+from starlette.exceptions import HTTPException
+
+from onela._version import __version__
+from onela.config import ServerConfig
+from onela.engine import AsyncEngine, Engine, Result
+from onela.errors import CancelledError, CatalogError, OneLAError
+from onela.serve import openai, protocol
+from onela.serve.failures import classify, error_response, http_response, validation_response
+from onela.serve.metrics import CONTENT_TYPE, Metrics
+from onela.serve.middleware import Door
+from onela.serve.stream import Watch
+
+logger = logging.getLogger(__name__)
+PAGE = Path(__file__).with_name("page.html")
+T = TypeVar("T")
+STATUSES = (400, 401, 413, 422, 429, 499, 500, 503, 504)
+RESPONSES: dict[int | str, dict[str, Any]] = {code: {"model": protocol.ErrorResponse} for code in STATUSES}
+ADMIN_RESPONSES: dict[int | str, dict[str, Any]] = {
+    code: {"model": protocol.ErrorResponse} for code in (400, 401, 403, 409, 413, 422)
+}
+STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
+NOT_READY: dict[int | str, dict[str, Any]] = {503: {"description": "Not now."}}
+
+
+class Server:
+    """What the routes work on.
+
+    Args:
+        engine: not started yet. config: limits and keys.
+    """
+
+    def __init__(self, engine: Engine, config: ServerConfig) -> None:
+        self.config = config
+        self.metrics = Metrics()
+        self.engine = AsyncEngine(engine, on_step=self.metrics.step)
+        self.metrics.watch(self.engine)
+
+    @property
+    def vocabulary(self) -> Any:
+        return self.engine.engine.vocabulary
+
+    async def run(self, http: Request, *requests: Any) -> list[Result]:
+        """Answer requests, unless the client hangs up: then they are cancelled."""
+        tasks = [asyncio.ensure_future(self.engine.generate(request)) for request in requests]
+        try:
+            return await unless_disconnected(http, asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+            for outcome in outcomes:
+                self.count(outcome)
+
+    def count(self, outcome: Result | BaseException) -> None:
+        """Count how a request ended."""
+        if isinstance(outcome, Result):
+            self.metrics.ended(outcome)
+        elif isinstance(outcome, OneLAError):
+            self.metrics.ended(classify(outcome)[2])
+        else:
+            self.metrics.ended("cancelled")
+
+
+async def unless_disconnected(http: Request, work: Awaitable[T]) -> T:
+    """Await the work; when the client hangs up first, cancel it and raise `CancelledError`."""
+
+    async def hang_up() -> None:
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(hang_up())
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise CancelledError("the client has closed the connection")
+        return task.result()
+    finally:
+        gone.cancel()
+        task.cancel()
+
+
+def create_app(engine: Engine, config: ServerConfig | None = None) -> FastAPI:
+    """The application over an engine, which is started and stopped with it.
+
+    Args:
+        engine: nobody else may use it meanwhile.
+        config: None: the defaults.
+    """
+    config = config or ServerConfig()
+    server = Server(engine, config)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        server.engine.start()
+        yield
+        await server.engine.stop(drain_s=config.drain_s)
+
+    app = FastAPI(
+        title="OneLA",
+        version=__version__,
+        description="Exact wide-beam decoding for generative recommenders.",
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.state.server = server
+    app.add_middleware(Door, config=config)
+    _handle_errors(app)
+    _add_recommend(app, server)
+    _add_openai(app, server)
+    _add_catalog(app, server)
+    _add_status(app, server)
+    return app
+
+
+def _handle_errors(app: FastAPI) -> None:
+    @app.exception_handler(OneLAError)
+    async def onela_error(_: Request, error: OneLAError) -> JSONResponse:
+        if classify(error)[0] == 500:
+            logger.error("a request failed: %s", error, exc_info=error)
+        return error_response(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+        return validation_response(error.errors(), error.body)
+
+    @app.exception_handler(HTTPException)
+    async def refused(_: Request, error: HTTPException) -> JSONResponse:
+        return http_response(error.status_code, str(error.detail), error.headers)
+
+
+def _add_recommend(app: FastAPI, server: Server) -> None:
+    config = server.config
+
+    @app.post("/v1/recommend", response_model=protocol.RecommendResponse, responses={**RESPONSES, **STREAM})
+    async def recommend(body: protocol.RecommendRequest, http: Request) -> Any:
+        """Recommend items for one prompt."""
+        request = body.to_request(config)
+        if not body.stream:
+            [result] = await server.run(http, request)
+            return JSONResponse(protocol.recommend_body(result, config.model_name))
+
+        def finish(result: Result) -> dict[str, Any]:
+            return protocol.recommend_body(result, config.model_name)
+
+        watch = Watch(server.engine, request, server.vocabulary)
+        watch.task.add_done_callback(
+            lambda task: server.count(
+                asyncio.CancelledError() if task.cancelled() else task.exception() or task.result()
+            )
+        )
+        try:
+            first = await unless_disconnected(http, watch.first())
+        except BaseException:
+            await watch.cancel()
+            raise
+        return StreamingResponse(watch.events(first, finish), media_type="text/event-stream")
+
+
+def _add_openai(app: FastAPI, server: Server) -> None:
+    config = server.config
+
+    @app.post("/v1/completions", responses=RESPONSES)
+    async def completions(body: protocol.CompletionRequest, http: Request) -> JSONResponse:
+        """OpenAI's completions: one choice per beam, best first."""
+        requests = body.to_requests(config, server.vocabulary.num_levels)
+        results = await server.run(http, *requests)
+        logprobs = body.logprobs is not None
+        return JSONResponse(
+            openai.completion_body(results, server.vocabulary, config.model_name, logprobs=logprobs)
+        )
+
+    @app.post("/v1/chat/completions", responses=RESPONSES)
+    async def chat(body: protocol.ChatRequest, http: Request) -> JSONResponse:
+        """OpenAI's chat completions: one choice per beam, best first."""
+        [result] = await server.run(http, body.to_request(config, server.vocabulary.num_levels))
+        logprobs = bool(body.logprobs)
+        return JSONResponse(openai.chat_body(result, server.vocabulary, config.model_name, logprobs=logprobs))
+
+    @app.get("/v1/models", responses={401: {"model": protocol.ErrorResponse}})
+    async def models() -> dict[str, Any]:
+        """The one model that is served."""
+        card = {"id": config.model_name, "object": "model", "created": 0, "owned_by": "onela"}
+        card["catalog_version"] = server.engine.engine.served.version
+        return {"object": "list", "data": [card]}
+
+
+def _add_catalog(app: FastAPI, server: Server) -> None:
+    catalogs = server.engine.engine.catalogs
+
+    def state() -> dict[str, Any]:
+        active = catalogs.active
+        return {
+            "active": active.version,
+            "previous": None if catalogs.previous is None else catalogs.previous.version,
+            "staged": None if catalogs.staged is None else catalogs.staged.version,
+            "num_items": 0 if active.catalog is None else active.catalog.num_items,
+            "num_sids": 0 if active.catalog is None else active.catalog.num_sids,
+        }
+
+    @app.post("/v1/catalog/load", response_model=protocol.CatalogResponse, responses=ADMIN_RESPONSES)
+    async def load(body: protocol.LoadRequest) -> dict[str, Any]:
+        """Read and check a catalogue file on the server; what is being served does not change."""
+        path = _allowed_path(body.path, server.config.catalog_dir)
+        await asyncio.to_thread(catalogs.load, path, format=body.format)
+        return state()
+
+    @app.post("/v1/catalog/switch", response_model=protocol.CatalogResponse, responses=ADMIN_RESPONSES)
+    async def switch(body: protocol.SwitchRequest) -> dict[str, Any]:
+        """Serve the catalogue that was loaded; running requests end on the one that they began with."""
+        with _conflicts():
+            catalogs.switch(body.version)
+        return state()
+
+    @app.post("/v1/catalog/rollback", response_model=protocol.CatalogResponse, responses=ADMIN_RESPONSES)
+    async def rollback() -> dict[str, Any]:
+        """Serve the catalogue before this one."""
+        with _conflicts():
+            catalogs.rollback()
+        return state()
+
+
+@contextmanager
+def _conflicts() -> Iterator[None]:
+    """What cannot be switched to is no fault of the request's form."""
+    try:
+        yield
+    except CatalogError as error:
+        raise HTTPException(409, str(error)) from None
+
+
+def _allowed_path(path: str, root: str | None) -> Path:
+    """Where the file is, links followed. Raises `CatalogError` for one that may not be read."""
+    try:
+        resolved = Path(path).resolve()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise CatalogError(f"path: {path!r} is no path ({error})") from None
+    if root is not None and not resolved.is_relative_to(Path(root).resolve()):
+        raise CatalogError(f"path: {path!r} lies outside catalog_dir")
+    return resolved
+
+
+def _add_status(app: FastAPI, server: Server) -> None:
+    @app.get("/health", responses=NOT_READY)
+    async def health(response: Response) -> dict[str, str]:
+        """200 while the process can serve at all; else it had better be restarted."""
+        response.status_code = 200 if server.engine.healthy else 503
+        return {"status": "ok" if server.engine.healthy else "failing"}
+
+    @app.get("/ready", responses=NOT_READY)
+    async def ready(response: Response) -> dict[str, str]:
+        """200 while new requests are taken; 503 while draining, or with the queue full."""
+        full = server.engine.num_waiting >= server.engine.engine.config.max_waiting
+        ready = server.engine.accepting and not full
+        response.status_code = 200 if ready else 503
+        return {"status": "ready" if ready else "full" if full else "stopped"}
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> PlainTextResponse:
+        """Everything that is measured, for Prometheus."""
+        return PlainTextResponse(server.metrics.render(), media_type=CONTENT_TYPE)
+
+    @app.get("/", response_class=HTMLResponse, include_in_schema=False)
+    async def page() -> HTMLResponse:
+        return HTMLResponse(PAGE.read_text(encoding="utf-8"))

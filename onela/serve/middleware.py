@@ -1,0 +1,64 @@
+"""What every request passes before it reaches a route: the length of its body and its key."""
+
+from __future__ import annotations
+
+import hmac
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from onela.config import ServerConfig
+from onela.serve.failures import http_response
+
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics"})
+ADMIN_PREFIX = "/v1/catalog/"
+
+
+class Door:
+    """Refuses bodies that are too long and callers without the right key.
+
+    Args:
+        app: what lies behind. config: keys and limits.
+    """
+
+    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+        self.app = app
+        self.config = config
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        refusal = self._refuse(scope["path"], headers)
+        if refusal is not None:
+            await refusal(scope, receive, send)
+            return
+        limit, seen = self.config.max_body_bytes, 0
+
+        async def counted() -> Message:
+            nonlocal seen
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > limit:
+                raise HTTPException(413, f"the body is longer than max_body_bytes = {limit}")
+            return message
+
+        await self.app(scope, counted, send)
+
+    def _refuse(self, path: str, headers: Headers) -> ASGIApp | None:
+        key = self.config.api_key
+        if path.startswith(ADMIN_PREFIX):
+            key = self.config.admin_token
+            if key is None:
+                return http_response(403, "catalogues cannot be changed here: no admin_token is set")
+        if key is not None and path not in OPEN_PATHS:
+            given = headers.get("authorization", "").removeprefix("Bearer ")
+            if not hmac.compare_digest(given.encode(), key.encode()):
+                return http_response(401, "a valid key is needed", {"WWW-Authenticate": "Bearer"})
+        length = headers.get("content-length", "")
+        limit = self.config.max_body_bytes
+        if length.isdigit() and int(length) > limit:
+            return http_response(413, f"the body has {length} bytes, max_body_bytes allows {limit}")
+        return None

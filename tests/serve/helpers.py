@@ -1,0 +1,78 @@
+"""A real server on a free port, over an engine with the model of integers."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import uvicorn
+
+from onela import Engine, EngineConfig, ItemCatalog
+from onela.config import ServerConfig
+from onela.serve.app import create_app
+from tests.engine.fake_model import LEGAL, VOCABULARY, FakeModel
+
+ITEMS = [
+    {
+        "item_id": i,
+        "sid": list(sid),
+        "title": f"Item {i}",
+        "metadata": {"lang": ["en", "de", "fr"][i % 3], "in_stock": i % 2 == 0},
+    }
+    for i, sid in enumerate(sorted(LEGAL))
+]
+CATALOG = ItemCatalog.from_items(ITEMS, VOCABULARY)
+
+
+class FakeTokenizer:
+    """One token per letter."""
+
+    chat_template = "{{ messages }}"
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": [3 + ord(letter) % 90 for letter in text]}
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> str:
+        return "".join(f"{message['role']}: {message['content']}\n" for message in messages)
+
+
+def text_engine(catalog: ItemCatalog | None = CATALOG, **options: Any) -> Engine:
+    model: Any = FakeModel()
+    config = EngineConfig(device="cpu", **options)
+    return Engine(model, VOCABULARY, catalog, config=config, tokenizer=FakeTokenizer())
+
+
+@contextlib.contextmanager
+def serving(engine: Engine, **options: Any) -> Iterator[httpx.Client]:
+    """A client of a server in a thread; the server is stopped, and must have drained, at the end."""
+    app = create_app(engine, ServerConfig(**{"drain_s": 5, **options}))
+    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", timeout_graceful_shutdown=5)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    limit = time.monotonic() + 20
+    while not server.started:
+        assert thread.is_alive(), "the server did not start"
+        assert time.monotonic() < limit
+        time.sleep(0.005)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
+            client.server = app.state.server  # type: ignore[attr-defined]
+            yield client
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def metric(client: httpx.Client, name: str) -> float:
+    """The value of one sample of /metrics; 0 for one that has not been counted yet."""
+    for line in client.get("/metrics").text.splitlines():
+        if line.startswith(f"{name} "):
+            return float(line.split()[-1])
+    return 0.0

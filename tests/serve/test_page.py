@@ -1,0 +1,54 @@
+"""The page at `/`, in a real browser without a screen."""
+
+from __future__ import annotations
+
+import html
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+
+from tests.serve.helpers import serving, text_engine
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+PAGE = Path(__file__).parent.parent.parent / "onela" / "serve" / "page.html"
+
+
+def test_the_page_needs_nothing_from_elsewhere() -> None:
+    text = PAGE.read_text()
+    assert not re.findall(r"(?:src|href)\s*=", text)
+    assert set(re.findall(r"https?://[^\"'\s]+", text)) == {"http://www.w3.org/2000/svg"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
+def test_a_browser_shows_the_tree_the_items_and_the_times(tmp_path: Path) -> None:
+    assert BROWSER is not None
+    with serving(text_engine()) as client:
+        address = f"{client.base_url}/?prompt={quote('5, 6, 7')}&width=20&items=4"
+        command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]
+        page = subprocess.run(
+            [*command, "--virtual-time-budget=8000", "--dump-dom", address],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        ).stdout
+        answer = client.post(
+            "/v1/recommend", json={"prompt_token_ids": [5, 6, 7], "beam_width": 20, "n": 4}
+        ).json()
+    rows = re.findall(r"<tr><td>(.*?)</td><td>(.*?)</td><td class=\"number\">(.*?)</td></tr>", page)
+    expected = [
+        (item["titles"][0], " ".join(map(str, item["sid"])), f"{item['cum_logprob']:.3f}")
+        for item in answer["items"]
+    ]
+    assert [tuple(map(html.unescape, row)) for row in rows] == expected
+    steps = re.findall(r"level (\d): (\d+) beams, ([\d.]+) ms", page)
+    assert [(level, count) for level, count, _ in steps] == [("1", "6"), ("2", "20"), ("3", "20")]
+    # The tree: at least every beam of the last level, the four best with their way from the root.
+    assert len(re.findall(r"<circle", page)) > 26
+    assert len(re.findall(r"<path[^>]*class=\"best", page)) >= 4
+    assert "catalogue" in page
