@@ -1,0 +1,89 @@
+"""`onela serve` as a process: it answers, and SIGTERM lets what runs end."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.checkpoints import save_qwen3_5
+from tests.engine.helpers import random_sids, vocabulary_of
+
+SIZES = (6, 8, 7)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("serve")
+    save_qwen3_5(path / "model")
+    vocabulary = vocabulary_of(*SIZES)
+    levels = [vocabulary.token_ids(level).tolist() for level in range(3)]
+    (path / "vocabulary.json").write_text(json.dumps(levels))
+    rows = [{"item_id": i, "sid": list(sid)} for i, sid in enumerate(random_sids(120, SIZES))]
+    (path / "items.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def process(files: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "onela.cli.main", "serve", str(files / "model"), "--port", str(port)]
+    command += ["--catalog", str(files / "items.jsonl"), "--vocabulary", str(files / "vocabulary.json")]
+    environment = {**os.environ, "ONELA_SERVE_MODEL_NAME": "tiny", "ONELA_PROMPT_CACHE_BYTES": "10000000"}
+    server = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    url = f"http://127.0.0.1:{port}"
+    limit = time.monotonic() + 60
+    while True:
+        try:
+            if httpx.get(f"{url}/ready").status_code == 200:
+                break
+        except httpx.TransportError:
+            assert server.poll() is None, server.stderr and server.stderr.read()
+            assert time.monotonic() < limit
+            time.sleep(0.1)
+    yield server, url
+    if server.poll() is None:
+        server.kill()
+    server.communicate()
+
+
+@pytest.mark.slow
+def test_it_answers_and_drains_on_sigterm(process: tuple[subprocess.Popen[str], str]) -> None:
+    server, url = process
+    assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == "tiny"
+    body = {"prompt_token_ids": [5] * 200, "beam_width": 60}
+    first = httpx.post(f"{url}/v1/recommend", json=body).json()
+    assert len(first["items"]) == 60
+    with concurrent.futures.ThreadPoolExecutor(8) as pool, httpx.Client(timeout=60) as client:
+        answers = [pool.submit(client.post, f"{url}/v1/recommend", json=body) for _ in range(8)]
+        while not any(answer.done() for answer in answers):
+            time.sleep(0.005)
+        server.send_signal(signal.SIGTERM)
+        for answer in answers:
+            items = answer.result().json()["items"]
+            assert [item["sid"] for item in items] == [item["sid"] for item in first["items"]]
+    # uvicorn drains, then raises the signal again for whoever started it.
+    assert server.wait(30) in (0, -signal.SIGTERM)
+    with pytest.raises(httpx.TransportError):
+        httpx.get(f"{url}/health")
+
+
+def test_an_unusable_option_is_one_line_and_code_2(files: Path) -> None:
+    command = [sys.executable, "-m", "onela.cli.main", "serve", str(files / "model")]
+    environment = {**os.environ, "ONELA_SERVE_COLOUR": "red"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("onela: ONELA_SERVE_COLOUR: unknown variable")
+    assert len(done.stderr.splitlines()) == 1
