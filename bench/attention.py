@@ -5,13 +5,14 @@ bf16, pages in random order. The floor is the matrix work, prompt and own keys o
 of a large matrix product measured in the same process. `torch` is torch's fused attention with the beams as
 queries: contiguous prompt keys, no own keys, no records.
 
-    python bench/attention.py
+    python bench/attention.py --prepare
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -115,6 +116,30 @@ def matrix_rate() -> float:
     return 2 * 8192**3 / (statistics.median(time_events(lambda: a @ b, samples=10)) * 1e-6)
 
 
+RUNS = {"hopper": beam_attention_hopper, "triton": beam_attention_triton}
+
+
+def measure(case: Case, arm: str, splits: int, rate: float, out: Path | None) -> None:
+    """Check a case, then time it and append its line of results; `splits` 0 lets the wrapper choose."""
+    floor = case.flop / rate * 1e6
+    error = None
+    if arm == "torch":
+        call: Callable = torch_fused(case)
+    else:
+        run = partial(RUNS[arm], splits=splits or None)
+        error = check(run, case)
+        qkv, arguments = make_inputs(case)
+        call = partial(run, *qkv, **arguments)
+    times = time_graph([call])
+    value = statistics.median(times)
+    label = arm if not splits else f"{arm}_splits_{splits}"
+    append_result(
+        "attention", arm=label, case=asdict(case), metric="time", unit="us", value=value,
+        spread=[min(times), max(times)], floor=floor, out=out, error=error,
+    )  # fmt: skip
+    print(f"{label:16s} {case}  {value:7.1f} us  {value / floor:5.2f} x floor  error {error}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -125,34 +150,33 @@ def main() -> None:
         "--splits", type=int, nargs="*", default=[0], help="pieces of the prompt to try; 0: chosen"
     )
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--check-only", action="store_true", help="time nothing")
+    parser.add_argument(
+        "--prepare", action="store_true", help="first check all cases in parallel, which compiles them"
+    )
     options = parser.parse_args()
+    if options.prepare:
+        command = [sys.executable, __file__, "--check-only", "--cases"]
+        numbers = options.cases or range(len(CASES))
+        for child in [subprocess.Popen([*command, str(number)]) for number in numbers]:
+            child.wait(timeout=180)
+    if options.check_only:
+        for number in options.cases or range(len(CASES)):
+            for run in RUNS.values():
+                check(run, CASES[number])
+        return
     rate = matrix_rate()
     print(f"bf16 matrix product {rate / 1e12:.0f} TFLOP/s")
+    failed = 0
     for number in options.cases or range(len(CASES)):
-        case = CASES[number]
-        floor = case.flop / rate * 1e6
         for arm in options.arms:
             for splits in options.splits if arm != "torch" else [0]:
-                error = None
-                if arm == "torch":
-                    call: Callable = torch_fused(case)
-                else:
-                    run = beam_attention_hopper if arm == "hopper" else beam_attention_triton
-                    run = partial(run, splits=splits or None)
-                    error = check(run, case)
-                    qkv, arguments = make_inputs(case)
-                    call = partial(run, *qkv, **arguments)
-                times = time_graph([call])
-                value = statistics.median(times)
-                label = arm if not splits else f"{arm}_splits_{splits}"
-                append_result(
-                    "attention", arm=label, case=asdict(case), metric="time", unit="us", value=value,
-                    spread=[min(times), max(times)], floor=floor, out=options.out, error=error,
-                )  # fmt: skip
-                print(
-                    f"{label:16s} {case}  {value:7.1f} us  {value / floor:5.2f} x floor  error {error}",
-                    flush=True,
-                )
+                try:
+                    measure(CASES[number], arm, splits, rate, options.out)
+                except Exception as error:  # the other cases are still worth their time on the GPU
+                    print(f"FAILED {arm} {CASES[number]}: {error!r}"[:500], flush=True)
+                    failed += 1
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

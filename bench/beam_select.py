@@ -4,13 +4,14 @@ Logits of R requests of W beams over C codes, fp32 or bf16, all codes legal or a
 sets of logits, so that it does not find them in the L2 cache. The floor is reading the logits once at the
 copy bandwidth measured in the same process.
 
-    python bench/beam_select.py
+    python bench/beam_select.py --prepare --torch
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -106,6 +107,26 @@ def torch_topk(logits: Tensor, arguments: dict, case: Case) -> Tensor:
     return torch.topk(scores.view(case.R, -1), case.W, dim=1).indices
 
 
+def measure(case: Case, bandwidth: float, with_torch: bool, out: Path | None) -> None:
+    """Check a case, then time it and append its lines of results."""
+    check(case)
+    sets = max(1, min(8, -(-(200 << 20) // case.num_bytes)))
+    inputs = [make_inputs(case, seed) for seed in range(sets)]
+    floor = case.num_bytes / bandwidth * 1e6 * (1 if case.normalizer == "level" else 0) or None
+    arms = {"kernels": [partial(beam_select, logits, **arguments) for logits, arguments in inputs]}
+    if with_torch and case.children is None:
+        arms["torch"] = [partial(torch_topk, logits, arguments, case) for logits, arguments in inputs]
+    for arm, calls in arms.items():
+        times = [t / sets for t in time_graph(calls)]
+        value = statistics.median(times)
+        append_result(
+            "beam_select", arm=arm, case=asdict(case), metric="time", unit="us", value=value,
+            spread=[min(times), max(times)], floor=floor, out=out,
+        )  # fmt: skip
+        ratio = "" if floor is None else f"{value / floor:6.2f} x floor"
+        print(f"{arm:8s} {case}  {value:8.1f} us {ratio}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -113,27 +134,30 @@ def main() -> None:
     parser.add_argument("--cases", type=int, nargs="*", help="places in the list of cases")
     parser.add_argument("--torch", action="store_true", help="time torch's log_softmax and topk too")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--check-only", action="store_true", help="time nothing")
+    parser.add_argument(
+        "--prepare", action="store_true", help="first check all cases in parallel, which compiles them"
+    )
     options = parser.parse_args()
+    if options.prepare:
+        command = [sys.executable, __file__, "--check-only", "--cases"]
+        numbers = options.cases or range(len(CASES))
+        for child in [subprocess.Popen([*command, str(number)]) for number in numbers]:
+            child.wait(timeout=180)
+    if options.check_only:
+        for number in options.cases or range(len(CASES)):
+            check(CASES[number])
+        return
     bandwidth = copy_bandwidth()
     print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s")
+    failed = 0
     for number in options.cases or range(len(CASES)):
-        case = CASES[number]
-        check(case)
-        sets = max(1, min(8, -(-(200 << 20) // case.num_bytes)))
-        inputs = [make_inputs(case, seed) for seed in range(sets)]
-        floor = case.num_bytes / bandwidth * 1e6 * (1 if case.normalizer == "level" else 0) or None
-        arms = {"radix": [partial(beam_select, logits, **arguments) for logits, arguments in inputs]}
-        if options.torch and case.children is None:
-            arms["torch"] = [partial(torch_topk, logits, arguments, case) for logits, arguments in inputs]
-        for arm, calls in arms.items():
-            times = [t / sets for t in time_graph(calls)]
-            value = statistics.median(times)
-            append_result(
-                "beam_select", arm=arm, case=asdict(case), metric="time", unit="us", value=value,
-                spread=[min(times), max(times)], floor=floor, out=options.out,
-            )  # fmt: skip
-            ratio = "" if floor is None else f"{value / floor:6.2f} x floor"
-            print(f"{arm:6s} {case}  {value:8.1f} us {ratio}", flush=True)
+        try:
+            measure(CASES[number], bandwidth, options.torch, options.out)
+        except Exception as error:  # the other cases are still worth their time on the GPU
+            print(f"FAILED {CASES[number]}: {error!r}"[:500], flush=True)
+            failed += 1
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

@@ -211,6 +211,14 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@lru_cache(maxsize=16)
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program may take; no limit under the interpreter."""
+    if device.type != "cuda":
+        return 1 << 30
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 99 << 10))
+
+
 def choose_splits(tiles: int, blocks: int, device: torch.device) -> int:
     """Pieces of the prompt: enough to fill the device, none of less than four blocks."""
     return max(1, min(multiprocessors(device) // max(1, tiles), blocks // 4, 32))
@@ -323,7 +331,11 @@ def beam_attention_triton(
         return o.zero_()
     if block_m is None:
         block_m = 128 if N * G >= 128 * B else 64 if N * G > 16 * B else 16
+    block_d = triton.next_power_of_2(D)
     block_n = min(64, page_size)
+    # A tile of queries and two blocks of keys and values each in flight must fit into shared memory.
+    while block_n > 16 and (block_m + 4 * block_n) * block_d * q.element_size() > shared_memory(q.device):
+        block_n //= 2
     own = max(16, triton.next_power_of_2(block_m // G if block_m % G == 0 else (block_m - 1) // G + 2))
     tiles = N * G // block_m + B
     if splits is None:
@@ -336,7 +348,7 @@ def beam_attention_triton(
         q, k, v, k_cache, v_cache, page_table, prompt_lens, records_k, records_v, slots, ancestors, cu_rows,
         prompts, depths, o if part_o is None else part_o, part_lse, q.stride(0), k.stride(0), v.stride(0),
         page_table.stride(0), ancestors.stride(0), scale * math.log2(math.e), N, B, HKV=HKV, G=G, D=D,
-        BLOCK_D=triton.next_power_of_2(D), PAGE=page_size, BLOCK_M=block_m, BLOCK_N=block_n, OWN=own,
+        BLOCK_D=block_d, PAGE=page_size, BLOCK_M=block_m, BLOCK_N=block_n, OWN=own,
         SPLITS=splits, BLOCK_B=triton.next_power_of_2(B), FP32_DOT=INTERPRETED,
         num_warps=num_warps or (8 if block_m == 128 else 4), num_stages=2,
     )  # fmt: skip

@@ -33,7 +33,7 @@ def beam_attention(
     """`beam_attention_ref` by the fastest kernel that can: every beam attends to its prompt, its ancestors and itself.
 
     On a GPU: the Hopper kernel where it is one and it takes these tensors, else the portable one where heads are at
-    most 256 wide and pages a power of two of at least 16 tokens. Otherwise, and on a CPU: the reference.
+    most 256 wide (fp32: 128) and pages a power of two of at least 16 tokens. Otherwise, and on a CPU: the reference.
 
     Args, Returns, Writes, Padding, Aliasing: as in `beam_attention_ref`.
     Numerics: fp32 scores and softmax; the kernels round the weights to q's dtype; deterministic.
@@ -54,7 +54,9 @@ def beam_attention(
     }
     page_size = k_cache.shape[1]
     paged = page_size >= 16 and page_size & (page_size - 1) == 0 and k_cache.dtype == q.dtype
-    if not (q.is_cuda and q.dtype in FLOATS and q.shape[-1] <= 256 and paged):
+    # Tiles of wide fp32 heads do not fit into shared memory.
+    widest = 128 if q.dtype == torch.float32 else 256
+    if not (q.is_cuda and q.dtype in FLOATS and q.shape[-1] <= widest and paged):
         return beam_attention_ref(q, k, v, **step, scale=scale)
     from onela.ops.attention.decode import beam_attention_triton
     from onela.ops.attention.decode_hopper import beam_attention_hopper, supports

@@ -179,8 +179,10 @@ def _places(key, threshold, wanted_equal, above_before, equal_before):
     """Which keys of a block stay and where (a stable compaction), and the counts for the next block."""
     above = key > threshold
     equal = key == threshold
-    # Both counts, of at most 32,768, run in one scan.
-    counts = tl.cumsum(above.to(tl.int32) + (equal.to(tl.int32) << 16), 0)
+    # Both counts, of at most 32,768, run in one scan: over 32 neighbours within a warp, then over the sums of those.
+    ones = tl.reshape(above.to(tl.int32) + (equal.to(tl.int32) << 16), [above.shape[0] // 32, 32])
+    sums = tl.sum(ones, 1)
+    counts = tl.reshape(tl.cumsum(ones, 1) + (tl.cumsum(sums, 0) - sums)[:, None], [above.shape[0]])
     num_above = (counts & 0xFFFF) + above_before
     num_equal = ((counts >> 16) & 0xFFFF) + equal_before
     keep = above | (equal & (num_equal <= wanted_equal))

@@ -1,0 +1,47 @@
+"""Both attention kernels compile without a GPU, into the shared memory there is and with few spills."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton")
+from tests.ops.compile_only import resources
+
+HALF = (
+    "p_q", "p_k", "p_v", "p_k_cache", "p_v_cache", "p_records_k", "p_records_v",
+)  # fmt: skip
+INDEX = ("p_page_table", "p_prompt_lens", "p_slots", "p_ancestors", "p_cu_rows", "p_prompts", "p_depths")
+TYPES = dict.fromkeys(HALF, "*bf16") | dict.fromkeys(INDEX, "*i32") | {"scale_log2": "fp32"}
+DESCRIPTOR = {"swizzle_byte_width": 128, "element_bitwidth": 16, "rank": 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("splits", "D", "stack", "shared_kib"), [(1, 256, 200, 227), (2, 128, 0, 227)])
+def test_hopper_kernel(splits: int, D: int, stack: int, shared_kib: int) -> None:
+    constants = {"HKV": 2, "G": 4, "D": D, "PAGE": 64, "BLOCK_M": 128, "BLOCK_N": 64, "OWN": 32, "EXTRA": 4}
+    constants |= {"SPLITS": splits, "BLOCK_B": 32}
+    types = TYPES | {name: ([64, D], DESCRIPTOR) for name in ("k_desc", "v_desc")}
+    if splits == 1:
+        constants["p_part_lse"] = None
+        types["p_o"] = "*bf16"
+    else:
+        types |= {"p_o": "*fp32", "p_part_lse": "*fp32"}
+    module = "onela.ops.attention._decode_hopper_kernel"
+    used = resources(module, "beam_attention_hopper_kernel", 90, 8, types, constants)
+    assert used[0] <= stack
+    assert used[2] <= shared_kib * 1024
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("capability", "block_n", "shared_kib"), [(80, 32, 163), (90, 64, 227), (100, 64, 227)]
+)
+def test_portable_kernel(capability: int, block_n: int, shared_kib: int) -> None:
+    constants = {"HKV": 2, "G": 4, "D": 128, "BLOCK_D": 128, "PAGE": 64, "BLOCK_M": 128, "BLOCK_N": block_n}
+    constants |= {"OWN": 32, "SPLITS": 2, "BLOCK_B": 4, "FP32_DOT": False}
+    types = TYPES | {"p_o": "*fp32", "p_part_lse": "*fp32"}
+    used = resources(
+        "onela.ops.attention.decode", "beam_attention_decode_kernel", capability, 8, types, constants
+    )
+    assert used[0] <= 128
+    assert used[2] <= shared_kib * 1024

@@ -1,0 +1,86 @@
+"""Compiles one kernel for a GPU that is not there, in a process of its own, and prints what it takes.
+
+    python compile_only.py MODULE KERNEL COMPUTE_CAPABILITY WARPS 'TYPES' 'CONSTANTS'
+
+TYPES and CONSTANTS are Python literals; `{"desc": (block, layout arguments)}` in TYPES stands for a TMA
+descriptor of bf16. Arguments in neither are int32. Prints stack bytes, registers and shared memory.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def resources(
+    module: str, kernel: str, capability: int, warps: int, types: dict, constants: dict
+) -> list[int]:
+    """Stack bytes, registers of a thread and shared memory of a kernel compiled for `capability`."""
+    # A process of its own: here kernels may be under the interpreter.
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [
+        sys.executable,
+        __file__,
+        module,
+        kernel,
+        str(capability),
+        str(warps),
+        repr(types),
+        repr(constants),
+    ]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [int(number) for number in done.stdout.split()]
+
+
+def main() -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    module, name, capability, warps = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    types, constants = (ast.literal_eval(text) for text in sys.argv[5:])
+    kernel = getattr(importlib.import_module(module), name)
+    source_type = ASTSource
+    for argument, given in types.items():
+        if not isinstance(given, str):
+            from triton.experimental.gluon import language as gl
+            from triton.experimental.gluon._runtime import GluonASTSource
+
+            block, layout = given
+            types[argument] = f"tensordesc<bf16{block!r},{gl.NVMMASharedLayout(**layout)!r}>"
+            source_type = GluonASTSource
+    names = kernel.arg_names
+    signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
+    aligned = [i for i, n in enumerate(names) if signature[n].startswith("*") or n.startswith("stride")]
+    source = source_type(
+        kernel,
+        signature,
+        {(names.index(n),): value for n, value in constants.items()},
+        {(i,): [["tt.divisibility", 16]] for i in aligned},
+    )
+    options = {"num_warps": warps, "num_stages": 2}
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    cubin = Path(os.environ.get("TMPDIR", "/tmp")) / f"{name}-{os.getpid()}.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    try:
+        command = [cuobjdump, "--dump-resource-usage", cubin]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    finally:
+        cubin.unlink()
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found is not None, usage
+    print(found[2], found[1], compiled.metadata.shared)
+
+
+if __name__ == "__main__":
+    main()
