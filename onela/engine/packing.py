@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from onela.engine.active import ActiveRequest
+from onela.ops.indexing import to_device
 from onela.state import StepInputs
 
 # What the host knows of every row, side by side in one buffer that goes to the device in one piece.
@@ -56,8 +57,7 @@ class StepBuffers:
         self.places = self.bounds + _aligned(B + 1)
         self.depths = self.places + _aligned(B)
         self.size = self.depths + _aligned(B)
-        self.flat = torch.empty(self.size, dtype=torch.int32, device=device)
-        self.flat.copy_(self.host([], pin=False))
+        self.flat = to_device(self.host([], pin=False), device)
         self.token_ids = torch.zeros(N, dtype=torch.int32, device=device)
         self.parent_rows = torch.full((N,), -1, dtype=torch.int32, device=device)
         self.ancestors = torch.full((N, shape.depth), -1, dtype=torch.int32, device=device)
@@ -121,6 +121,8 @@ class StepBuffers:
             token_table: the tokens of all levels, in code order, level after level. level_starts: where each begins.
         """
         self.flat.copy_(self.host(requests, level_starts, pin=self.flat.is_cuda), non_blocking=True)
+        if not requests:
+            return
         N = sum(request.beams.width for request in requests)
         fields = self.flat[: self.bounds].view(NUM_FIELDS, self.stride)[:, :N]
         dead = torch.cat([request.beams.trie_nodes for request in requests]) < 0
