@@ -22,11 +22,18 @@ from torch import Tensor
 
 from onela.errors import ShapeError
 from onela.ops._checks import check_float, check_index, check_shape
-from onela.ops.beam_select._level_kernel import beam_select_level_kernel, to_key
+from onela.ops.beam_select._level_kernel import NO_KEY, beam_select_level_kernel, to_key
 
 MAX_CODES = 32768
 MAX_ITEMS = 32768  # per program: 32 keys in the registers of each of 1,024 threads
 NORM_LEVEL, NORM_ALLOWED, NORM_GIVEN = 0, 1, 2
+
+
+@triton.jit
+def _candidates(o_p, count, p_row, p_legal):
+    """Logits of the legal codes at places `o_p`, -inf past the last."""
+    code = tl.load(p_legal + o_p, mask=o_p < count, other=0)
+    return tl.load(p_row + code, mask=o_p < count, other=-float("inf")).to(tl.float32)
 
 
 @triton.jit
@@ -47,6 +54,7 @@ def beam_select_rows_kernel(
     num_done,
     C,
     BLOCK_C: tl.constexpr,
+    BLOCK_P: tl.constexpr,
     F1: tl.constexpr,
     F2: tl.constexpr,
     F3: tl.constexpr,
@@ -54,7 +62,11 @@ def beam_select_rows_kernel(
     NORM: tl.constexpr,
     CONSTRAINED: tl.constexpr,
 ):
-    """One row: its log-normalizer, and the best key of each chunk and each group of its candidates."""
+    """One row: its log-normalizer, and the best key of each chunk and each group of its candidates.
+
+    Candidates are the codes, or a trie's children of the row's node in their order: then in blocks of BLOCK_P, as many
+    as there are.
+    """
     i_n = tl.program_id(0).to(tl.int64)
     if i_n == 0:
         o_done = tl.arange(0, BLOCK_DONE)
@@ -62,35 +74,58 @@ def beam_select_rows_kernel(
     node = tl.load(p_nodes + i_n).to(tl.int64)
     cum = tl.load(p_cum + i_n)
     live = (node >= 0) & (cum > -float("inf"))
-    o_c = tl.arange(0, BLOCK_C)
     p_row = p_logits + i_n * stride_logits
+    count = C
     if CONSTRAINED:
         first = tl.load(p_offsets + node, mask=live, other=0).to(tl.int64)
         count = (tl.load(p_offsets + node + 1, mask=live, other=0) - first).to(tl.int32)
         tl.store(p_first + i_n, first)
         tl.store(p_count + i_n, count)
-        code = tl.load(p_codes + first + o_c, mask=o_c < count, other=0)
-        x = tl.load(p_row + code, mask=o_c < count, other=-float("inf")).to(tl.float32)
-    else:
+        p_legal = p_codes + first
+    if NORM == 0 or not CONSTRAINED:
+        o_c = tl.arange(0, BLOCK_C)
         x = tl.load(p_row + o_c, mask=(o_c < C) & live, other=-float("inf")).to(tl.float32)
     if NORM == 2:
         log_normalizer = tl.load(p_given + i_n).to(tl.float32)
     else:
-        # Over the whole level the row is read again only when the candidates are a part of it.
-        if CONSTRAINED and NORM == 0:
-            y = tl.load(p_row + o_c, mask=(o_c < C) & live, other=-float("inf")).to(tl.float32)
+        if CONSTRAINED and NORM == 1:
+            peak = -float("inf")
+            total = 0.0
+            for start in range(0, count, BLOCK_P):
+                y = _candidates(start + tl.arange(0, BLOCK_P), count, p_row, p_legal)
+                new_peak = tl.maximum(peak, tl.max(y, 0))
+                finite = tl.where(new_peak == -float("inf"), 0.0, new_peak)
+                total = total * tl.exp(peak - finite) + tl.sum(tl.exp(y - finite), 0)
+                peak = new_peak
+            peak = tl.where(peak == -float("inf"), 0.0, peak)
         else:
-            y = x
-        peak = tl.max(y, 0)
-        peak = tl.where(peak == -float("inf"), 0.0, peak)
-        total = tl.sum(tl.exp(y - peak), 0)
+            peak = tl.max(x, 0)
+            peak = tl.where(peak == -float("inf"), 0.0, peak)
+            total = tl.sum(tl.exp(x - peak), 0)
         log_normalizer = peak + tl.log(tl.where(total == 0.0, 1.0, total))
     tl.store(p_lognorm + i_n, log_normalizer)
     # Rounding is monotone, so the score of the largest logit is the largest score.
-    chunk = tl.max(tl.reshape(x, [F1 * F2, F3]), 1)
-    chunk_keys = to_key(cum + (chunk - log_normalizer))
-    tl.store(p_chunk_keys + i_n * (F1 * F2) + tl.arange(0, F1 * F2), chunk_keys)
-    tl.store(p_group_keys + i_n * F1 + tl.arange(0, F1), tl.max(tl.reshape(chunk_keys, [F1, F2]), 1))
+    F12: tl.constexpr = F1 * F2
+    if CONSTRAINED:
+        CHUNKS: tl.constexpr = BLOCK_P // F3
+        GROUPS: tl.constexpr = CHUNKS // F2
+        for start in range(0, count, BLOCK_P):
+            y = _candidates(start + tl.arange(0, BLOCK_P), count, p_row, p_legal)
+            keys = to_key(cum + (tl.max(tl.reshape(y, [CHUNKS, F3]), 1) - log_normalizer))
+            tl.store(p_chunk_keys + i_n * F12 + start // F3 + tl.arange(0, CHUNKS), keys)
+            best = tl.max(tl.reshape(keys, [GROUPS, F2]), 1)
+            tl.store(p_group_keys + i_n * F1 + start // (F2 * F3) + tl.arange(0, GROUPS), best)
+        blocks = (count + BLOCK_P - 1) // BLOCK_P
+        o_k = tl.arange(0, F12)
+        tl.store(
+            p_chunk_keys + i_n * F12 + o_k, tl.full([F12], NO_KEY, tl.int32), mask=o_k >= blocks * CHUNKS
+        )
+        o_k = tl.arange(0, F1)
+        tl.store(p_group_keys + i_n * F1 + o_k, tl.full([F1], NO_KEY, tl.int32), mask=o_k >= blocks * GROUPS)
+    else:
+        keys = to_key(cum + (tl.max(tl.reshape(x, [F12, F3]), 1) - log_normalizer))
+        tl.store(p_chunk_keys + i_n * F12 + tl.arange(0, F12), keys)
+        tl.store(p_group_keys + i_n * F1 + tl.arange(0, F1), tl.max(tl.reshape(keys, [F1, F2]), 1))
 
 
 def _plan(num_codes: int) -> tuple[int, int, int, int]:
@@ -209,13 +244,14 @@ def beam_select(
         3 * B,
         C,
         BLOCK_C=block_c,
+        BLOCK_P=min(block_c, max(512, f2 * f3)),
         F1=f1,
         F2=f2,
         F3=f3,
         BLOCK_DONE=triton.next_power_of_2(3 * B),
         NORM=norm,
         CONSTRAINED=constrained,
-        num_warps=min(32, max(1, block_c // 1024)),
+        num_warps=2 if constrained and norm != NORM_LEVEL else min(32, max(1, block_c // 1024)),
     )
     for level, (f, keys, selected, out) in enumerate(
         (

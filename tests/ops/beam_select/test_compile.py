@@ -17,21 +17,25 @@ TYPES |= {"p_first": "*i64", "p_out_nodes": "*i64"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 90, 100])
-def test_rows_kernel(capability: int) -> None:
+@pytest.mark.parametrize(("capability", "norm"), [(80, None), (90, None), (100, None), (90, 0), (90, 1)])
+def test_rows_kernel(capability: int, norm: int | None) -> None:
+    """`norm` None: all codes, over the level; else a trie with that normalizer."""
     constants = {
         "BLOCK_C": 8192,
+        "BLOCK_P": 512,
         "F1": 32,
         "F2": 16,
         "F3": 16,
         "BLOCK_DONE": 16,
-        "NORM": 0,
-        "CONSTRAINED": False,
+        "NORM": norm or 0,
+        "CONSTRAINED": norm is not None,
+        "p_given": None,
     }
-    constants |= {"p_offsets": None, "p_codes": None, "p_given": None}
-    used = resources(
-        "onela.ops.beam_select.kernels", "beam_select_rows_kernel", capability, 8, TYPES, constants
-    )
+    if norm is None:
+        constants |= {"p_offsets": None, "p_codes": None, "p_first": None, "p_count": None}
+    types = TYPES | {"p_offsets": "*i32", "p_codes": "*i32"}
+    module = "onela.ops.beam_select.kernels"
+    used = resources(module, "beam_select_rows_kernel", capability, 8, types, constants)
     assert used[0] == 0
 
 

@@ -20,6 +20,7 @@ CASES = {
     "one beam, one code": ([1], [1], 1, 0),
     "nobody wants anything": ([4, 2], [0, 0], 8, 1),
     "one past a power of two": ([3, 65], [65, 2], 129, 0),
+    "more codes than a block of children": ([2, 3, 9], [5, 700, 1], 700, 0),
 }
 
 
