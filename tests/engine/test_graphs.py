@@ -1,0 +1,136 @@
+"""What is kept of a captured forward, and what is not: with a stand-in for CUDA's graphs that runs the forward anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from onela import BeamParams, Engine, Request
+from onela.engine.graphs import MAX_GRAPHS, DecodeGraph, DecodeGraphs
+from onela.engine.packing import StepBuffers, StepShape
+from onela.state import StepInputs
+from tests.engine.helpers import (
+    catalog_of,
+    random_prompt,
+    random_sids,
+    save_qwen3_5,
+    tiny_engine,
+    vocabulary_of,
+)
+
+SIZES = (6, 8, 7)
+VOCABULARY = vocabulary_of(*SIZES)
+CATALOGS = [catalog_of(random_sids(120, SIZES, seed=seed), VOCABULARY) for seed in (0, 1)]
+
+
+class Recorded:
+    """Runs the forward over the very tensors that it was recorded with; pointers that moved since are an error."""
+
+    def __init__(self, graphs: DecodeGraphs, inputs: StepInputs, hidden: Tensor) -> None:
+        self.graphs, self.inputs, self.hidden = graphs, inputs, hidden
+        self.generation = graphs.generation()
+        self.replays = 0
+
+    def replay(self) -> None:
+        assert self.graphs.generation() == self.generation, "a stale graph"
+        self.replays += 1
+        self.hidden.copy_(self.graphs.forward(self.inputs))
+
+
+class FakeGraphs(DecodeGraphs):
+    def _capture(self, shape: StepShape) -> DecodeGraph:
+        buffers = StepBuffers(shape, self.device)
+        inputs = buffers.inputs()
+        hidden = self.forward(inputs).clone()
+        self.num_captures += 1
+        return DecodeGraph(buffers, hidden, Recorded(self, inputs, hidden))
+
+
+def with_graphs(engine: Engine, kind: type[DecodeGraphs] = FakeGraphs) -> DecodeGraphs:
+    runner = engine.runner
+    runner.graphs = kind(runner.forward, lambda: engine.state.generation, engine.device)
+    return runner.graphs
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("qwen3_5")
+    save_qwen3_5(path, gain=0.5)
+    return path
+
+
+def requests(seed: int, widths: list[tuple[int, ...]]) -> list[Request]:
+    return [
+        Request(
+            prompt_token_ids=random_prompt(3 + 5 * i + 3 * seed, seed=10 * seed + i),
+            params=BeamParams(beam_width_array=width),
+        )
+        for i, width in enumerate(widths)
+    ]
+
+
+def test_a_graph_serves_changing_prompts_widths_and_catalogues(path: Path) -> None:
+    plain = [tiny_engine(path, VOCABULARY, catalog) for catalog in CATALOGS]
+    graphed = tiny_engine(path, VOCABULARY, CATALOGS[0])
+    graphs = with_graphs(graphed)
+    other = tiny_engine(path, VOCABULARY, CATALOGS[1])
+    other.runner, other.state, other.scheduler = graphed.runner, graphed.state, graphed.scheduler
+    captures = []
+    for seed, widths in enumerate(
+        [
+            [(6, 9, 9), (2, 9, 9), (3, 5, 5)],
+            [(6, 9, 9), (2, 7, 9), (3, 6, 5)],
+            [(4, 9, 3), (6, 7, 9), (1, 6, 5)],
+        ]
+    ):
+        for engine, expected in zip((graphed, other), plain):
+            batch = requests(seed, widths)
+            for given, wanted in zip(engine.generate(batch), expected.generate(batch)):
+                assert [item.sid for item in given.items] == [item.sid for item in wanted.items]
+                assert len({item.sid for item in given.items}) == len(given.items)
+        captures.append(graphs.num_captures)
+    # Eleven and 23 rows, then 11 and 22: two padded shapes serve all.
+    assert captures == [2, 2, 2]
+    assert graphs.failure is None
+
+
+def test_graphs_are_made_anew_when_a_pool_has_grown(path: Path) -> None:
+    engine = tiny_engine(path, VOCABULARY, CATALOGS[0])
+    graphs = with_graphs(engine)
+    first = requests(0, [(6, 6, 6)])
+    wanted = engine.generate(first)
+    assert graphs.num_captures == 2
+    engine.generate([Request(prompt_token_ids=random_prompt(1500), params=BeamParams(beam_width=6))])
+    assert graphs.num_captures == 4
+    assert [i.sid for i in engine.generate(first)[0].items] == [i.sid for i in wanted[0].items]
+
+
+def test_a_forward_that_cannot_be_captured_runs_as_it_is(path: Path) -> None:
+    class Refusing(DecodeGraphs):
+        def _capture(self, shape: StepShape) -> DecodeGraph:
+            self.num_captures += 1
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    engine = tiny_engine(path, VOCABULARY, CATALOGS[0])
+    wanted = engine.generate(requests(0, [(6, 6, 6)]))
+    graphs = with_graphs(engine, Refusing)
+    results = engine.generate(requests(0, [(6, 6, 6)]))
+    assert [i.sid for i in results[0].items] == [i.sid for i in wanted[0].items]
+    assert isinstance(graphs.failure, RuntimeError)
+    assert graphs.num_captures == 1
+
+
+def test_the_graph_unused_for_longest_goes_first(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onela.engine.graphs.MAX_GRAPHS", 2)
+    engine = tiny_engine(path, VOCABULARY, CATALOGS[0])
+    graphs = with_graphs(engine)
+    small, large = requests(0, [(6, 6, 6)]), requests(0, [(6, 9, 9)] * 3)
+    captures = []
+    for batch in (large, large, small, small, large):
+        engine.generate(batch)
+        captures.append(graphs.num_captures)
+    assert captures == [2, 2, 4, 4, 6]
+    assert MAX_GRAPHS > 2

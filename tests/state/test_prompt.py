@@ -1,0 +1,40 @@
+"""The prompt pool's recurrent states, whole or as two halves."""
+
+from __future__ import annotations
+
+import torch
+
+from onela.state import AttentionGeometry, GatedDeltaGeometry, PromptPool
+
+LAYERS = (GatedDeltaGeometry(2, 4, 8, 6), AttentionGeometry(1, 8))
+
+
+def pool(split: bool) -> PromptPool:
+    made = PromptPool(LAYERS, dtype=torch.bfloat16, device=torch.device("cpu"), split_states=split)
+    for _ in range(3):
+        made.allocate(10)
+    return made
+
+
+def test_split_states_take_the_same_bytes_and_keep_16_bits() -> None:
+    states = torch.randn(2, 4, 6, 8)
+    places = torch.tensor([2, 0])
+    whole, split = pool(False), pool(True)
+    for kept in (whole, split):
+        kept.write_recurrent_states(0, places, states)
+    assert whole.prompt_tensors.nbytes == split.prompt_tensors.nbytes
+    assert split.layer(0, "recurrent_state").shape == (3, 4, 2, 6, 8)
+    assert torch.equal(whole.recurrent_states(0, places), states)
+    given = split.recurrent_states(0, places)
+    assert given.dtype == torch.float32
+    assert bool(((given - states).abs() <= states.abs() * 2**-15).all())
+
+
+def test_the_generation_changes_when_a_tensor_is_replaced() -> None:
+    made = pool(False)
+    before = made.generation
+    made.free(made.allocate(10))
+    assert made.generation == before or made.prompt_tensors.capacity > 3
+    now = made.generation
+    made.allocate(100_000)
+    assert made.generation != now
