@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -13,8 +15,9 @@ from onela.cli.common import (
     ModelPath,
     VocabularyOption,
     load_engine,
+    read_vocabulary,
 )
-from onela.config import ServerConfig
+from onela.config import EngineConfig, ServerConfig
 from onela.errors import UnavailableError
 
 
@@ -37,6 +40,14 @@ def serve(
     prompt_cache_host_bytes: Annotated[
         int | None, typer.Option(help="Host memory of the prompt cache.")
     ] = None,
+    replicas: Annotated[
+        int | None, typer.Option(min=1, help="Serve this many replicas through Ray Serve.")
+    ] = None,
+    max_replicas: Annotated[
+        int | None, typer.Option(min=1, help="Let Ray start up to this many under load.")
+    ] = None,
+    gpus_per_replica: Annotated[float, typer.Option(min=0, help="GPUs that a replica asks Ray for.")] = 0,
+    cpus_per_replica: Annotated[float, typer.Option(min=0, help="CPUs that a replica asks Ray for.")] = 1,
 ) -> None:
     """Serve a checkpoint over HTTP: /v1/recommend, OpenAI's completions, metrics, and a page to look at.
 
@@ -50,26 +61,66 @@ def serve(
     except ImportError as error:
         raise UnavailableError(f"onela serve needs the packages of onela[serve] ({error})") from None
     given: dict[str, Any] = {"host": host, "port": port, "model_name": model_name}
-    config = ServerConfig.from_env(**{name: value for name, value in given.items() if value is not None})
-    engine = load_engine(
-        model,
-        catalog,
-        vocabulary,
-        device=device,
-        dtype=dtype,
-        recurrent_backend=recurrent_backend,
-        max_waiting=max_waiting,
-        max_batch_tokens=max_batch_tokens,
-        max_batch_rows=max_batch_rows,
-        prompt_cache_bytes=prompt_cache_bytes,
-        prompt_cache_host_bytes=prompt_cache_host_bytes,
+    config = ServerConfig.from_env(**_given(given))
+    options = _given(
+        {
+            "device": device,
+            "dtype": dtype,
+            "recurrent_backend": recurrent_backend,
+            "max_waiting": max_waiting,
+            "max_batch_tokens": max_batch_tokens,
+            "max_batch_rows": max_batch_rows,
+            "prompt_cache_bytes": prompt_cache_bytes,
+            "prompt_cache_host_bytes": prompt_cache_host_bytes,
+        }
     )
-    app = create_app(engine, config)
+    if replicas is not None:
+        engine_options = dataclasses.asdict(EngineConfig.from_env(**options))
+        sizes: dict[str, Any] = {"num_gpus": gpus_per_replica, "num_cpus": cpus_per_replica}
+        _serve_cluster(model, catalog, vocabulary, config, engine_options, replicas, max_replicas, sizes)
+        return
+    engine = load_engine(model, catalog, vocabulary, **options)
     uvicorn.run(
-        app,
+        create_app(engine, config),
         host=config.host,
         port=config.port,
         log_level="info",
         access_log=False,
         timeout_graceful_shutdown=config.drain_s,
     )
+
+
+def _serve_cluster(
+    model: Path,
+    catalog: Path | None,
+    vocabulary: Path | None,
+    config: ServerConfig,
+    engine: dict[str, Any],
+    replicas: int,
+    max_replicas: int | None,
+    sizes: dict[str, Any],
+) -> None:
+    try:
+        from onela.serve.cluster import ClusterSpec, run
+    except ImportError as error:
+        raise UnavailableError(f"--replicas needs the packages of onela[cluster] ({error})") from None
+    levels = None
+    if vocabulary is not None:
+        read = read_vocabulary(vocabulary)
+        levels = tuple(tuple(read.token_ids(level).tolist()) for level in range(read.num_levels))
+    spec = ClusterSpec(
+        model=str(model.resolve()),
+        catalog=None if catalog is None else str(catalog.resolve()),
+        vocabulary=levels,
+        replicas=replicas,
+        max_replicas=max_replicas,
+        engine=engine,
+        server=dataclasses.asdict(config),
+        **sizes,
+    )
+    run(spec)
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    """Those that were given; the others keep their defaults."""
+    return {name: value for name, value in options.items() if value is not None}

@@ -1,0 +1,273 @@
+"""Several replicas of the server through Ray Serve, over the GPUs and hosts of a Ray cluster.
+
+A gateway takes the HTTP requests and hands each to a replica: those of one session always to the same one, so that its
+prompt cache hits, by consistent hashing, so that few sessions move when replicas come and go. A replica is the whole
+single-process application, called without a socket. The search is deterministic, so a request whose replica died before
+it answered is simply asked again elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import ray
+from fastapi import Request, Response
+from fastapi.responses import StreamingResponse
+from ray import serve
+from ray.exceptions import RayActorError
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.exceptions import BackPressureError
+from ray.serve.handle import DeploymentHandle
+
+from onela.config import EngineConfig, ServerConfig
+from onela.engine import Engine
+from onela.errors import ConfigError, UnavailableError
+from onela.items import SidVocabulary
+from onela.serve.app import create_app
+from onela.serve.failures import error_response
+from onela.serve.merge import merge_metrics
+from onela.serve.metrics import CONTENT_TYPE
+from onela.serve.middleware import ADMIN_PREFIX
+
+logger = logging.getLogger(__name__)
+ROUTER = "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
+SESSION_HEADER = "x-session-id"
+ATTEMPTS = 4
+# Hop-by-hop headers are the gateway's own business.
+NOT_FORWARDED = frozenset({"host", "connection", "content-length", "transfer-encoding", "keep-alive"})
+
+
+@dataclass(frozen=True)
+class ClusterSpec:
+    """What every replica is built from; paths must be readable on every host.
+
+    Attributes:
+        model: checkpoint directory. catalog: catalogue, if any. vocabulary: token ids of each SID level, if they are
+            not to be found in the tokenizer.
+        replicas: at the start, and the least there are. max_replicas: the most; None: as many as `replicas`.
+        target_requests: requests per replica above which another one is started.
+        num_gpus, num_cpus: what a replica asks Ray for.
+        engine: options of `EngineConfig`. server: options of `ServerConfig`.
+    """
+
+    model: str
+    catalog: str | None = None
+    vocabulary: tuple[tuple[int, ...], ...] | None = None
+    replicas: int = 1
+    max_replicas: int | None = None
+    target_requests: int = 64
+    num_gpus: float = 0
+    num_cpus: float = 1
+    engine: dict[str, Any] = field(default_factory=dict)
+    server: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.replicas < 1:
+            raise ConfigError(f"replicas: at least 1 is needed, got {self.replicas}")
+        if self.max_replicas is not None and self.max_replicas < self.replicas:
+            raise ConfigError(f"max_replicas: {self.max_replicas} is less than replicas = {self.replicas}")
+        EngineConfig(**self.engine)
+        ServerConfig(**self.server)
+
+    def build(self) -> Engine:
+        """Load the engine of one replica."""
+        vocabulary = None if self.vocabulary is None else SidVocabulary.from_token_ids(self.vocabulary)
+        return Engine.from_pretrained(self.model, catalog=self.catalog, vocabulary=vocabulary, **self.engine)
+
+
+class Replica:
+    """The single-process application in a Ray actor."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        cluster = ClusterSpec(**spec)
+        self.app = create_app(cluster.build(), ServerConfig(**cluster.server))
+        self.server = self.app.state.server
+        self.server.engine.start()
+
+    def check_health(self) -> None:
+        """Ray replaces a replica for which this raises."""
+        if not self.server.engine.healthy:
+            raise UnavailableError("the engine is not running")
+
+    async def call(self, scope: dict[str, Any], body: bytes) -> AsyncIterator[Any]:
+        """One HTTP request: yields (status, headers), then the pieces of the body."""
+        messages: asyncio.Queue[Any] = asyncio.Queue()
+        gone = asyncio.Event()
+        given = False
+
+        async def receive() -> dict[str, Any]:
+            nonlocal given
+            if not given:
+                given = True
+                return {"type": "http.request", "body": body, "more_body": False}
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            messages.put_nowait(message)
+
+        task = asyncio.ensure_future(self.app(scope, receive, send))
+        task.add_done_callback(lambda _: messages.put_nowait(None))
+        try:
+            while (message := await messages.get()) is not None:
+                if message["type"] == "http.response.start":
+                    yield message["status"], message["headers"]
+                elif message.get("body"):
+                    yield message["body"]
+            await task
+        finally:
+            gone.set()
+            task.cancel()
+
+    async def whole(self, scope: dict[str, Any], body: bytes) -> tuple[int, bytes]:
+        """One HTTP request whose answer is short."""
+        status, pieces = 500, b""
+        async for part in self.call(scope, body):
+            if isinstance(part, tuple):
+                status = part[0]
+            else:
+                pieces += part
+        return status, pieces
+
+
+class Gateway:
+    """Takes requests and finds the replica of each."""
+
+    def __init__(self, replicas: DeploymentHandle, max_body_bytes: int) -> None:
+        self.replicas = replicas
+        self.max_body_bytes = max_body_bytes
+
+    async def __call__(self, request: Request) -> Response:
+        """Metrics and catalogues concern every replica, all else is for one."""
+        path = request.url.path
+        body = await self._body(request)
+        scope = _scope(request.method, path, _headers(request))
+        if path == "/metrics":
+            texts = [text.decode() for _, text in await self._everywhere(scope, body)]
+            return Response(merge_metrics(texts), media_type=CONTENT_TYPE)
+        if path.startswith(ADMIN_PREFIX):
+            # What one replica could not do has not been done: the worst answer is given.
+            status, text = max(await self._everywhere(scope, body), key=lambda answer: answer[0])
+            return Response(text, status, media_type="application/json")
+        return await self._forward(scope, body, request.headers.get(SESSION_HEADER) or _session(body))
+
+    async def _forward(self, scope: dict[str, Any], body: bytes, session: str | None) -> Response:
+        handle = self.replicas.options(stream=True, session_id=session or "")
+        for attempt in range(ATTEMPTS):
+            parts = handle.call.remote(scope, body)
+            try:
+                status, headers = await parts.__anext__()
+            except RayActorError as error:
+                logger.warning("a replica was lost before it answered, attempt %d: %s", attempt + 1, error)
+                await asyncio.sleep(0.1 * 2**attempt)
+                continue
+            except BackPressureError:
+                break
+            response = StreamingResponse(_rest(parts), status)
+            response.raw_headers = [(bytes(name), bytes(value)) for name, value in headers]
+            return response
+        return error_response(UnavailableError("no replica takes requests now"))
+
+    async def _everywhere(self, scope: dict[str, Any], body: bytes) -> list[tuple[int, bytes]]:
+        return await self.replicas.broadcast("whole", scope, body).results_async()
+
+    async def _body(self, request: Request) -> bytes:
+        pieces = b""
+        async for piece in request.stream():
+            pieces += piece
+            # One piece too many is enough for the replica to refuse it, with the limit's name.
+            if len(pieces) > self.max_body_bytes:
+                break
+        return pieces
+
+
+async def _rest(parts: Any) -> AsyncIterator[bytes]:
+    async for part in parts:
+        yield part
+
+
+def _session(body: bytes) -> str | None:
+    """`session_id` or `user` of a JSON body, if it has one."""
+    try:
+        fields = json.loads(body) if body else None
+    except ValueError:
+        return None
+    if not isinstance(fields, dict):
+        return None
+    found = fields.get("session_id") or fields.get("user")
+    return found if isinstance(found, str) else None
+
+
+def _headers(request: Request) -> list[tuple[bytes, bytes]]:
+    return [(name, value) for name, value in request.headers.raw if name.decode() not in NOT_FORWARDED]
+
+
+def _scope(method: str, path: str, headers: list[tuple[bytes, bytes]]) -> dict[str, Any]:
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "scheme": "http",
+        "method": method,
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": headers,
+        "server": ("replica", 80),
+        "client": ("gateway", 0),
+    }
+
+
+def build(args: ClusterSpec | dict[str, Any]) -> serve.Application:
+    """The Ray Serve application; with a mapping, what `serve deploy` calls (`deploy/serve.yaml`).
+
+    Raises:
+        ConfigError: an option has an unusable value.
+    """
+    spec = args if isinstance(args, ClusterSpec) else ClusterSpec(**args)
+    config = ServerConfig(**spec.server)
+    scaling: dict[str, Any] = {"num_replicas": spec.replicas}
+    if spec.max_replicas is not None and spec.max_replicas > spec.replicas:
+        scaling = {
+            "autoscaling_config": AutoscalingConfig(
+                min_replicas=spec.replicas,
+                initial_replicas=spec.replicas,
+                max_replicas=spec.max_replicas,
+                target_ongoing_requests=spec.target_requests,
+            )
+        }
+    # A replica has a queue of its own, which refuses with numbers; Ray's shall not come before it.
+    max_ongoing = 2 * EngineConfig(**spec.engine).max_waiting
+    replica = serve.deployment(Replica, name="Replica").options(
+        max_ongoing_requests=max_ongoing,
+        ray_actor_options={"num_cpus": spec.num_cpus, "num_gpus": spec.num_gpus},
+        graceful_shutdown_timeout_s=config.drain_s,
+        health_check_period_s=5,
+        request_router_config=RequestRouterConfig(request_router_class=ROUTER),
+        **scaling,
+    )
+    front = serve.deployment(Gateway, name="Gateway").options(
+        max_ongoing_requests=max_ongoing * (spec.max_replicas or spec.replicas),
+        ray_actor_options={"num_cpus": 0},
+        graceful_shutdown_timeout_s=config.drain_s,
+    )
+    return front.bind(replica.bind(asdict(spec)), config.max_body_bytes)
+
+
+def run(spec: ClusterSpec, *, blocking: bool = True) -> None:
+    """Serve on this machine, or on the Ray cluster that it belongs to.
+
+    Args:
+        spec: what to serve. blocking: return only when interrupted; False: return when all replicas are ready.
+    """
+    config = ServerConfig(**spec.server)
+    if not ray.is_initialized():
+        ray.init(ignore_reinit_error=True, include_dashboard=False)
+    serve.start(http_options={"host": config.host, "port": config.port})
+    serve.run(build(spec), name="onela", route_prefix="/", blocking=blocking)

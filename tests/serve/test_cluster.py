@@ -1,0 +1,169 @@
+"""Two replicas on the CPU: sessions stay where their cache is, and a replica that is lost loses no request."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import json
+import re
+import socket
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from onela.errors import ConfigError
+from onela.serve.merge import merge_metrics
+from tests.checkpoints import save_qwen3_5
+from tests.engine.helpers import random_prompt, random_sids, vocabulary_of
+
+SIZES = (6, 8, 7)
+DEPLOY = Path(__file__).parent.parent.parent / "deploy" / "serve.yaml"
+
+
+def test_metrics_of_replicas_are_joined() -> None:
+    one = '# HELP a Text.\n# TYPE a counter\na_total 1.0\n# HELP b Text.\n# TYPE b gauge\nb{x="1"} 2.0\n'
+    two = one.replace("1.0", "3.0")
+    assert merge_metrics([one, two]) == (
+        '# HELP a Text.\n# TYPE a counter\na_total{replica="0"} 1.0\na_total{replica="1"} 3.0\n'
+        '# HELP b Text.\n# TYPE b gauge\nb{replica="0",x="1"} 2.0\nb{replica="1",x="1"} 2.0\n'
+    )
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path, Any]]:
+    # Ray's own code warns; what is tested here is ours.
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("ignore")
+        for name in ("RAY_USAGE_STATS_ENABLED", "RAY_DEDUP_LOGS"):
+            patch.setenv(name, "0")
+        ray = pytest.importorskip("ray")
+        from onela.serve.cluster import ClusterSpec, run
+
+        path = tmp_path_factory.mktemp("cluster")
+        save_qwen3_5(path / "model")
+        rows = [{"item_id": i, "sid": list(sid)} for i, sid in enumerate(random_sids(120, SIZES))]
+        for name, kept in (("items.jsonl", rows), ("half.jsonl", rows[:60])):
+            (path / name).write_text("".join(json.dumps(row) + "\n" for row in kept))
+        vocabulary = vocabulary_of(*SIZES)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        spec = ClusterSpec(
+            model=str(path / "model"),
+            catalog=str(path / "items.jsonl"),
+            vocabulary=tuple(tuple(vocabulary.token_ids(level).tolist()) for level in range(3)),
+            replicas=2,
+            num_cpus=0.5,
+            engine={"device": "cpu", "prompt_cache_bytes": 50_000_000},
+            server={"host": "127.0.0.1", "port": port, "admin_token": "admin", "drain_s": 5},
+        )
+        ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100_000_000)
+        run(spec, blocking=False)
+        yield f"http://127.0.0.1:{port}", path, spec
+        from ray import serve
+
+        serve.shutdown()
+        ray.shutdown()
+
+
+def replicas() -> list[Any]:
+    import ray
+
+    named = ray.util.list_named_actors(all_namespaces=True)
+    found = [actor for actor in named if re.search(r"SERVE_REPLICA.*#Replica#", actor["name"])]
+    return [ray.get_actor(actor["name"], actor["namespace"]) for actor in found]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.filterwarnings("ignore")
+def test_sessions_stay_and_a_lost_replica_loses_nothing(
+    cluster: tuple[str, Path, Any], request: pytest.FixtureRequest
+) -> None:
+    import ray
+
+    url, path, spec = cluster
+    client = httpx.Client(base_url=url, timeout=60)
+    request.addfinalizer(client.close)
+    prompts = [random_prompt(300, seed) for seed in range(6)]
+    bodies = [
+        {"prompt_token_ids": p, "beam_width": 20, "session_id": f"user {i}"} for i, p in enumerate(prompts)
+    ]
+    first = [client.post("/v1/recommend", json=body).json() for body in bodies]
+    again = [client.post("/v1/recommend", json=body).json() for body in bodies]
+    assert [answer["usage"]["cached_tokens"] for answer in first] == [0] * 6
+    assert [answer["usage"]["cached_tokens"] for answer in again] == [256] * 6
+
+    def sids(answer: dict[str, Any]) -> list[list[int]]:
+        return [item["sid"] for item in answer["items"]]
+
+    assert list(map(sids, first)) == list(map(sids, again))
+    samples = re.findall(
+        r'onela_requests_total{replica="(\d)",outcome="stop"} (\d+)', client.get("/metrics").text
+    )
+    assert sum(int(count) for _, count in samples) == 12
+    assert len(samples) == 2, "six sessions are spread over both replicas"
+
+    # Errors come through as they are, and streams too.
+    assert client.post("/v1/recommend", json={"beam_width": 3}).status_code == 422
+    with client.stream("POST", "/v1/recommend", json={**bodies[0], "stream": True}) as response:
+        events = [line for line in response.iter_lines() if line.startswith("event: ")]
+    assert events == ["event: step"] * 3 + ["event: result"]
+
+    # One of the two is killed while requests run.
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        answers = [pool.submit(client.post, "/v1/recommend", json=bodies[i % 6]) for i in range(90)]
+        while sum(answer.done() for answer in answers) < 15:
+            time.sleep(0.01)
+        ray.kill(replicas()[0], no_restart=True)
+        for i, answer in enumerate(answers):
+            assert answer.result().status_code == 200, answer.result().text
+            assert sids(answer.result().json()) == sids(first[i % 6])
+
+    # Ray brings the second one back; a catalogue is switched on both.
+    limit = time.monotonic() + 90
+    while client.get("/metrics").text.count("\nonela_up{") < 2:
+        assert time.monotonic() < limit
+        time.sleep(0.5)
+    admin = {"authorization": "Bearer admin"}
+    load = client.post("/v1/catalog/load", json={"path": str(path / "half.jsonl")}, headers=admin)
+    assert load.status_code == 200, load.text
+    assert client.post("/v1/catalog/switch", json={}, headers=admin).json()["num_items"] == 60
+    versions = {client.post("/v1/recommend", json=body).json()["catalog_version"] for body in bodies}
+    assert versions == {load.json()["staged"]}
+    assert client.post("/v1/catalog/switch", json={}, headers=admin).status_code == 409
+
+    # Deployed again with another option, the replicas are replaced one by one under load.
+    from onela.serve.cluster import run
+
+    before = {actor._actor_id for actor in replicas()}
+    changed = dataclasses.replace(spec, engine={**spec.engine, "max_waiting": 77})
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        rolling = pool.submit(run, changed, blocking=False)
+        served = 0
+        while not rolling.done():
+            for answer in pool.map(lambda body: client.post("/v1/recommend", json=body), bodies[:2]):
+                assert answer.status_code == 200, answer.text
+                served += 1
+        rolling.result()
+    assert served > 10
+    assert not before & {actor._actor_id for actor in replicas()}
+
+
+def test_the_deployment_file_is_what_the_code_takes() -> None:
+    pytest.importorskip("ray")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from onela.serve.cluster import ClusterSpec
+    [application] = yaml.safe_load(DEPLOY.read_text())["applications"]
+    assert application["import_path"] == "onela.serve.cluster:build"
+    spec = ClusterSpec(**application["args"])
+    assert spec.max_replicas == 8
+    with pytest.raises(ConfigError, match="max_replicas: 1 is less"):
+        ClusterSpec(**{**application["args"], "max_replicas": 1})
