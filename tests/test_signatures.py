@@ -18,6 +18,7 @@ PAIRS = [
     ("onela.ops.norm", "rms_norm"),
     ("onela.ops.norm", "gated_rms_norm"),
     ("onela.ops.norm", "rotary"),
+    ("onela.ops.norm", "qk_norm_rotary"),
     ("onela.ops.norm", "swiglu"),
 ]
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from onela.models.config import ModelConfig
 from onela.ops.attention import beam_attention, prefill_attention
 from onela.ops.gated_delta import gated_delta_gates, gated_delta_prefill
-from onela.ops.norm import gated_rms_norm, rms_norm, rotary, swiglu
+from onela.ops.norm import gated_rms_norm, qk_norm_rotary, rms_norm, swiglu
 from onela.ops.short_conv import short_conv_prefill
 from onela.state import DecodeState, GatedDeltaWeights, PrefillInputs, StepInputs
 
@@ -160,9 +160,18 @@ class Attention(FusedLinear):
         gate = None
         if self.gated:
             q, gate = q.view(T, self.num_heads, 2 * self.head_dim).chunk(2, dim=-1)
-        q = self.q_norm(q.reshape(T, self.num_heads, self.head_dim))
-        k = self.k_norm(k.reshape(T, self.num_kv_heads, self.head_dim))
-        return rotary(q, *rope), rotary(k, *rope), v.reshape(T, self.num_kv_heads, self.head_dim), gate
+        cos, sin = rope
+        q, k = qk_norm_rotary(
+            q.reshape(T, self.num_heads, self.head_dim),
+            k.reshape(T, self.num_kv_heads, self.head_dim),
+            q_weight=self.q_norm.weight,
+            k_weight=self.k_norm.weight,
+            cos=cos,
+            sin=sin,
+            eps=self.q_norm.eps,
+            zero_centered=self.q_norm.zero_centered,
+        )
+        return q, k, v.reshape(T, self.num_kv_heads, self.head_dim), gate
 
     def _finish(self, o: Tensor, gate: Tensor | None) -> Tensor:
         if gate is not None:

@@ -5,7 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from onela.ops.norm.reference import gated_rms_norm_ref, rms_norm_ref, rotary_ref, swiglu_ref
+from onela.ops.norm.reference import (
+    gated_rms_norm_ref,
+    qk_norm_rotary_ref,
+    rms_norm_ref,
+    rotary_ref,
+    swiglu_ref,
+)
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -37,6 +43,26 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
         return rotary_triton(x, cos, sin)
     return rotary_ref(x, cos, sin)
+
+
+def qk_norm_rotary(
+    q: Tensor,
+    k: Tensor,
+    *,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    zero_centered: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """`qk_norm_rotary_ref`, by its kernel on a GPU. Same arguments, results and errors."""
+    weights = {"q_weight": q_weight, "k_weight": k_weight}
+    if _readable(q, None) and _readable(k, None) and q.dim() == 3 and q.dtype == k.dtype:
+        from onela.ops.norm.qk_kernel import qk_norm_rotary_triton
+
+        return qk_norm_rotary_triton(q, k, **weights, cos=cos, sin=sin, eps=eps, zero_centered=zero_centered)
+    return qk_norm_rotary_ref(q, k, **weights, cos=cos, sin=sin, eps=eps, zero_centered=zero_centered)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

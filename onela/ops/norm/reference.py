@@ -71,6 +71,34 @@ def rotary_ref(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
 
 
+def qk_norm_rotary_ref(
+    q: Tensor,
+    k: Tensor,
+    *,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    zero_centered: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Norm every head of q and k, then rotate its first `R` dimensions: `rotary(rms_norm(x))`.
+
+    Args:
+        q: [T, HQ, D]; k: [T, HKV, D].
+        q_weight, k_weight: [D].
+        cos, sin: [T, R/2] fp32.
+        eps, zero_centered: as in `rms_norm_ref`.
+    Returns:
+        q, k: as given.
+
+    Numerics: as in `rms_norm_ref` and `rotary_ref`.
+    """
+    q = rms_norm_ref(q, q_weight, eps=eps, zero_centered=zero_centered)
+    k = rms_norm_ref(k, k_weight, eps=eps, zero_centered=zero_centered)
+    return rotary_ref(q, cos, sin), rotary_ref(k, cos, sin)
+
+
 def swiglu_ref(gate_up: Tensor) -> Tensor:
     """`silu(gate) * up` of a fused projection. Args: gate_up: [N, 2*D], gate first. Returns: [N, D]."""
     gate, up = gate_up.chunk(2, dim=-1)
