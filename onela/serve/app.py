@@ -92,6 +92,7 @@ async def unless_disconnected(http: Request, work: Awaitable[T]) -> T:
     finally:
         gone.cancel()
         task.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
 
 
 def create_app(engine: Engine, config: ServerConfig | None = None) -> FastAPI:
