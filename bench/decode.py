@@ -10,6 +10,7 @@ replay of its CUDA graph, and the matrix products of a step alone, on as many ro
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import sys
 import time
@@ -245,6 +246,8 @@ def main() -> None:
                         print(f"  GATE: {name} has {share:.2f} of the items of {args.arms[0]}", flush=True)
                 except Exception:
                     traceback.print_exc()
+                # Captured forwards and their engine hold each other.
+                gc.collect()
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
 

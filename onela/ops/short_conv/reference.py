@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -52,7 +54,10 @@ def short_conv_prefill(
     if x.shape[0] == 0:
         return torch.empty_like(x), final_state
     dtype = compute_dtype(x)
-    out = F.conv1d(joined.t()[None].to(dtype), weight[:, None].to(dtype), groups=conv_dim)[0].t()
+    # cuDNN would round fp32 to tf32.
+    native = torch.backends.cudnn.flags(enabled=False) if x.is_cuda else contextlib.nullcontext()
+    with native:
+        out = F.conv1d(joined.t()[None].to(dtype), weight[:, None].to(dtype), groups=conv_dim)[0].t()
     keep = torch.cat([torch.arange(bounds[n], bounds[n + 1]) + tail * n for n in range(num_sequences)])
     return F.silu(out[to_device(keep, out.device)]).to(x.dtype), final_state
 
