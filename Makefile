@@ -38,7 +38,7 @@ test: check $(VENV)/.demo ## All checks and all tests that need no GPU.
 
 test-gpu: ## Tests that need a GPU, with GPU_PYTHON (default python3).
 	@$(GPU_CHECK)
-	@PYTHONPATH=. $(GPU_PYTHON) -m pytest -m gpu
+	@PYTHONPATH=. $(GPU_PYTHON) -m pytest -m gpu -p no:benchmark $(GPU_TESTS)
 
 bench: ## Measure on a GPU; lines go to bench/results.
 	@$(GPU_CHECK)
@@ -48,6 +48,7 @@ clean: ## Remove the environment and everything built.
 	rm -rf $(VENV) build onela.egg-info
 
 GPU_PYTHON ?= python3
+GPU_TESTS ?= tests/ops tests/engine tests/models tests/items
 BENCHES ?= operator attention beam_select
 GPU_CHECK = $(GPU_PYTHON) -c "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 'make $@ needs an NVIDIA GPU, and torch sees none here')"
 
