@@ -70,13 +70,12 @@ def make_catalog(size: int, count: int, seed: int) -> ItemCatalog:
 
 def run_server(arguments: argparse.Namespace) -> None:
     """The server's process."""
-    import uvicorn
-
     from onela.serve.app import create_app
+    from onela.serve.run import DrainingServer
 
     engine = make_engine(arguments, ItemCatalog.load(arguments.catalog))
     config = ServerConfig(port=arguments.port, admin_token="admin", max_body_bytes=arguments.max_body)
-    uvicorn.run(create_app(engine, config), port=arguments.port, log_level="warning", access_log=False)
+    DrainingServer(create_app(engine, config), config, log_level="warning").run()
 
 
 @contextmanager

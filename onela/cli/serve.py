@@ -55,9 +55,8 @@ def serve(
     are read from there alone.
     """
     try:
-        import uvicorn
-
         from onela.serve.app import create_app
+        from onela.serve.run import DrainingServer
     except ImportError as error:
         raise UnavailableError(f"onela serve needs the packages of onela[serve] ({error})") from None
     given: dict[str, Any] = {"host": host, "port": port, "model_name": model_name}
@@ -80,14 +79,7 @@ def serve(
         _serve_cluster(model, catalog, vocabulary, config, engine_options, replicas, max_replicas, sizes)
         return
     engine = load_engine(model, catalog, vocabulary, **options)
-    uvicorn.run(
-        create_app(engine, config),
-        host=config.host,
-        port=config.port,
-        log_level="info",
-        access_log=False,
-        timeout_graceful_shutdown=config.drain_s,
-    )
+    DrainingServer(create_app(engine, config), config).run()
 
 
 def _serve_cluster(

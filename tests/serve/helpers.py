@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import uvicorn
 
 from onela import Engine, EngineConfig, ItemCatalog
 from onela.config import ServerConfig
 from onela.serve.app import create_app
+from onela.serve.run import DrainingServer
 from tests.engine.fake_model import LEGAL, VOCABULARY, FakeModel
 
 ITEMS = [
@@ -49,9 +49,9 @@ def text_engine(catalog: ItemCatalog | None = CATALOG, **options: Any) -> Engine
 @contextlib.contextmanager
 def serving(engine: Engine, **options: Any) -> Iterator[httpx.Client]:
     """A client of a server in a thread; the server is stopped, and must have drained, at the end."""
-    app = create_app(engine, ServerConfig(**{"drain_s": 5, **options}))
-    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", timeout_graceful_shutdown=5)
-    server = uvicorn.Server(config)
+    config = ServerConfig(**{"drain_s": 5, "port": 0, **options})
+    app = create_app(engine, config)
+    server = DrainingServer(app, config, log_level="error")
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     limit = time.monotonic() + 20

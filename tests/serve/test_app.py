@@ -283,6 +283,19 @@ def test_shutting_down_lets_requests_end() -> None:
         assert [answer.result().status_code for answer in answers] == [200] * 3
 
 
+def test_what_does_not_end_in_time_is_503() -> None:
+    engine = text_engine()
+    gate = slow(engine)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        with serving(engine, drain_s=0) as client:
+            answer = pool.submit(httpx.post, f"{client.base_url}/v1/recommend", json=BODY)
+            wait_for(lambda: client.server.engine.num_waiting == 1)  # type: ignore[attr-defined]
+            threading.Timer(0.3, gate.set).start()
+        assert answer.result().status_code == 503
+        assert answer.result().json()["error"]["code"] == "unavailable"
+    check_nothing_is_held(engine)
+
+
 def test_keys() -> None:
     with serving(text_engine(), api_key="secret", admin_token="admin") as client:
         assert client.post("/v1/recommend", json=BODY).status_code == 401

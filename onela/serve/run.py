@@ -1,0 +1,39 @@
+"""A process that serves, and leaves in good order."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import uvicorn
+from fastapi import FastAPI
+
+from onela.config import ServerConfig
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn, with the engine told to drain as soon as the process shall end, not when all connections are closed.
+
+    Args:
+        app: what `create_app` made. config: its options.
+    """
+
+    def __init__(self, app: FastAPI, config: ServerConfig, *, log_level: str = "info") -> None:
+        self.drain_s = config.drain_s
+        self.engine = app.state.server.engine
+        super().__init__(
+            uvicorn.Config(
+                app,
+                host=config.host,
+                port=config.port,
+                log_level=log_level,
+                access_log=False,
+                # Requests that the engine gives up after `drain_s` still get their answer.
+                timeout_graceful_shutdown=config.drain_s + 5,
+            )
+        )
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        stopping = asyncio.ensure_future(self.engine.stop(drain_s=self.drain_s))
+        await super().shutdown(sockets)
+        await stopping
