@@ -3,7 +3,7 @@
 # the kernels, then the decode benchmark. Goes on after a failure; JSON lines and logs go to $OUT.
 OUT=${OUT:-bench/results}
 export PYTHONPATH=. PYTHONUNBUFFERED=1
-timeout "${TEST_SECONDS:-60}" python3 -m pytest -p no:cacheprovider -p no:xdist -p no:benchmark -v --tb=short \
+timeout "${TEST_SECONDS:-60}" python3 -m pytest -c /dev/null --rootdir . -p no:cacheprovider -v --tb=short \
     -k "graph or captured or waits or bf16" tests/engine/test_gpu.py >"$OUT/decode_tests.log" 2>&1 &
 timeout "${WARM_SECONDS:-60}" python3 bench/decode.py --prompts 1024 5120 --tokens 7 --arms replay \
     --out "$OUT/decode_warm.jsonl" >"$OUT/decode_warm.log" 2>&1

@@ -24,11 +24,6 @@ REQUESTS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _poisoned_memory() -> None:
-    """Not here: torch's deterministic mode forbids cuBLAS and cumulative sums on a GPU."""
-
-
 @pytest.fixture(scope="module")
 def model() -> Any:
     return random_model(TINY, torch.float32, torch.device("cpu"))
