@@ -71,7 +71,7 @@ class DecodeGraphs:
         if self.failure is not None:
             return None
         if self._made_for != (now := self.generation()):
-            self._graphs.clear()
+            self._drop(len(self._graphs))
             self._made_for = now
         shape = padded_shape(StepShape.of(requests))
         found = self._graphs.get(shape)
@@ -81,15 +81,27 @@ class DecodeGraphs:
             except Exception as error:  # whatever forbids it, the step itself must go on
                 logger.warning("decode runs without CUDA graphs: %s: %s", type(error).__name__, error)
                 self.failure = error
-                self._graphs.clear()
+                self._drop(len(self._graphs))
                 return None
-            if len(self._graphs) >= MAX_GRAPHS:
-                self._graphs.popitem(last=False)
+            self._drop(len(self._graphs) + 1 - MAX_GRAPHS)
             self._graphs[shape] = found
         self._graphs.move_to_end(shape)
         found.buffers.fill(requests, token_table, level_starts)
         found.graph.replay()
         return found.hidden[: sum(request.beams.width for request in requests)]
+
+    def _drop(self, count: int) -> None:
+        """Throw away the graphs that were not used for the longest time."""
+        if count <= 0:
+            return
+        if self.device.type == "cuda":
+            # One of them may still be running.
+            torch.cuda.current_stream(self.device).synchronize()
+        for _ in range(count):
+            self._graphs.popitem(last=False)
+        if not self._graphs:
+            # Memory that no graph holds any more goes back; its handle is then worthless.
+            self._pool = None
 
     def _capture(self, shape: StepShape) -> DecodeGraph:
         """Record the forward of a shape. All rows are padding meanwhile, so that no beam's state is touched."""
