@@ -197,6 +197,7 @@ def main() -> None:
     parser.add_argument("--no-graphs", action="store_true")
     parser.add_argument("--profile", action="store_true", help="print the kernels of the last step")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no further case after this time")
+    parser.add_argument("--commit", help="the commit that is measured, where there is no checkout")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     began = time.perf_counter()
@@ -241,7 +242,7 @@ def main() -> None:
                         print(f"{name}: no graphs: {failure}", flush=True)
                     expected = expected or results
                     share, difference = overlap(expected, results)
-                    report(name, case, times, sizes, alone, share, difference, args.out)
+                    report(name, case, times, sizes, alone, share, difference, args)
                     if share < MIN_OVERLAP:
                         print(f"  GATE: {name} has {share:.2f} of the items of {args.arms[0]}", flush=True)
                 except Exception:
@@ -260,7 +261,7 @@ def report(
     alone: Sequence[float] | None,
     share: float,
     difference: float,
-    out: Path | None,
+    args: argparse.Namespace,
 ) -> None:
     """Print a line and append the results."""
     steps = [statistics.median(samples) for samples in times]
@@ -268,13 +269,14 @@ def report(
     floor = None if alone is None else statistics.median(alone) * len(steps)
     spread = (sum(map(min, times)), sum(map(max, times)))
     quality = {"overlap": share, "max_score_difference": difference}
+    where = {"out": args.out, "commit": args.commit}
     append_result(
         "decode", arm=name, case=case, metric="decode_forward", unit="ms", value=whole / 1e3,
         spread=[s / 1e3 for s in spread], floor=None if floor is None else floor / 1e3,
-        steps_us=[round(s, 1) for s in steps], out=out, **quality,
+        steps_us=[round(s, 1) for s in steps], **quality, **where,
     )  # fmt: skip
     for metric, value in sizes.items():
-        append_result("decode", arm=name, case=case, metric=metric, unit="bytes", value=value, out=out)
+        append_result("decode", arm=name, case=case, metric=metric, unit="bytes", value=value, **where)
     ratio = "" if floor is None else f", {whole / floor:.2f}x its matrix products"
     print(
         f"{name:24s} prompt {case['prompt']} O={case['O']}: {whole / 1e3:.3f} ms{ratio}; steps "

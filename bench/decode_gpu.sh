@@ -11,5 +11,5 @@ wait
 grep -E "PASSED|FAILED|ERROR|^E  " "$OUT/decode_tests.log" | cut -c 1-150 | tail -n 30
 tail -n 8 "$OUT/decode_warm.log" | cut -c 1-200
 timeout "${BENCH_SECONDS:-85}" python3 bench/decode.py --prompts 1024 5120 --tokens 7 3 --profile \
-    --seconds $((${BENCH_SECONDS:-85} - 10)) --out "$OUT/decode.jsonl" >"$OUT/decode.log" 2>&1
+    --seconds $((${BENCH_SECONDS:-85} - 10)) ${COMMIT:+--commit $COMMIT} --out "$OUT/decode.jsonl" >"$OUT/decode.log" 2>&1
 cut -c 1-180 "$OUT/decode.log" | tail -n 90
