@@ -35,6 +35,8 @@ def read_results(folder: Path = ROOT / "bench" / "results") -> list[dict[str, An
 
 def format_value(row: dict[str, Any]) -> str:
     """A value with its unit, and how far it stands from its floor."""
+    if row["unit"] == "bytes":
+        return f"{row['value'] / 2**30:.3g} GiB"
     text = (
         f"{row['value']:.3g} {row['unit']}"
         if abs(row["value"]) < 1000
@@ -83,7 +85,7 @@ def make_table(rows: list[dict[str, Any]], spec: str) -> str:
     ]
     last = chosen[-1]
     fixed = ", ".join(f"{k} = {json.loads(v)}" for k, v in sorted(shared))
-    commits = ", ".join(f"`{c}`" for c in dict.fromkeys(str(row["commit"]) for row in chosen))
+    commits = ", ".join(f"`{c}`" for c in dict.fromkeys(row["commit"] for row in chosen if row["commit"]))
     machine = "two CPU cores" if last["gpu"] == "cpu" else last["gpu"]
     note = f"{machine}, torch {last['torch']}, commit {commits}, {last['date']}"
     command = last["command"].split(" --out")[0]
