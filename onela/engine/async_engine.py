@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from onela.decoding import BeamParams
 from onela.engine.active import ActiveRequest
 from onela.engine.engine import Engine
@@ -181,6 +183,10 @@ class AsyncEngine:
     # ---- the worker thread
 
     def _work(self) -> None:
+        device = self.engine.device
+        if device.type == "cuda":
+            # Kernels are launched on the thread's current device, and every thread begins on the first one.
+            torch.cuda.set_device(device)
         while True:
             with self._wake:
                 while not (self._arrived or self._cancelled or self._stopped or self._tickets):

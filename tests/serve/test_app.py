@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import gc
 import json
 import socket
 import threading
@@ -13,8 +14,11 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from onela import BeamParams, Request
+from onela.engine.active import ActiveRequest
+from onela.engine.served import ServedCatalog
 from tests.engine.fake_model import NAN_TOKEN, RAISE_TOKEN, check_nothing_is_held
 from tests.serve.helpers import CATALOG, ITEMS, metric, serving, text_engine
 
@@ -383,3 +387,38 @@ def test_many_clients_and_a_switch_in_between_every_answer_is_one_versions() -> 
             assert [item["sid"] for item in answer["items"]] == expected[answer["catalog_version"], i]
     assert versions == {CATALOG.version, half.version}
     check_nothing_is_held(engine)
+
+
+def test_nothing_stays_behind_after_many_requests_and_switches() -> None:
+    half = CATALOG.from_items(ITEMS[::2], CATALOG.vocabulary)
+    engine = text_engine(
+        prompt_cache_bytes=5_000,
+        prompt_cache_host_bytes=5_000,
+        page_size=4,
+        prompt_cache_interval=8,
+        prompt_cache_tail=2,
+    )
+
+    def live() -> tuple[int, int]:
+        gc.collect()
+        alive = gc.get_objects()
+        tensors = sum(issubclass(type(thing), torch.Tensor) for thing in alive)
+        return tensors, sum(type(thing) in (ActiveRequest, ServedCatalog) for thing in alive)
+
+    with serving(engine) as client:
+        counts = []
+        for turn in range(3):
+            for i in range(60):
+                body = {
+                    "prompt_token_ids": [5 + i % 9] * (i % 40 + 1),
+                    "beam_width": 8,
+                    "session_id": f"{turn} {i}",
+                }
+                client.post("/v1/recommend", json={**body, "exclude_item_ids": [i], "stream": i % 2 == 0})
+                if i % 20 == 0:
+                    engine.catalogs.load(half if i % 40 else CATALOG)
+                    engine.catalogs.switch()
+            counts.append(live())
+    # Sessions differ from turn to turn, and so does all that could be kept for each.
+    assert counts[2][0] <= counts[1][0] + 5, counts
+    assert counts[2][1] <= counts[1][1], counts
