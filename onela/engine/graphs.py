@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,6 +114,9 @@ class DecodeGraphs:
         with torch.cuda.stream(stream):
             # Compiles the kernels and makes the libraries' workspaces, neither of which can be captured.
             self.forward(inputs)
+            # A capture that fails half-way leaves torch's random numbers unusable: what would fail it is found here.
+            with waiting_is_an_error():
+                self.forward(inputs)
         stream.synchronize()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
@@ -120,6 +125,20 @@ class DecodeGraphs:
             hidden = self.forward(inputs)
         self.num_captures += 1
         return DecodeGraph(buffers, hidden, graph)
+
+
+@contextlib.contextmanager
+def waiting_is_an_error() -> Iterator[None]:
+    """Inside, an operation that waits for the GPU raises `RuntimeError`."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        # torch warns that it does not know every such operation.
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 def padded_shape(shape: StepShape) -> StepShape:

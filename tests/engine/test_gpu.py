@@ -10,6 +10,7 @@ import torch
 
 from bench.decode import TINY, random_model
 from onela import BeamParams, Engine, EngineConfig, Request, Result
+from onela.engine.graphs import waiting_is_an_error
 from tests.engine.helpers import catalog_of, random_prompt, random_sids, vocabulary_of
 from tests.engine.test_engine import BACKENDS
 
@@ -136,11 +137,8 @@ def test_no_step_waits_for_the_device(model: Any) -> None:
     engine.generate(REQUESTS)
     active = [engine.submit(request) for request in REQUESTS]
     engine.step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error():
         engine.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert all(request.level == 2 for request in active)
     while any(request.outcome is None for request in active):
         engine.step()
