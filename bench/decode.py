@@ -127,7 +127,7 @@ def print_kernels(run: Callable[[], Any], count: int = 16) -> None:
 def time_steps(
     engine: Engine, requests: Sequence[Request], params: BeamParams, *, profile: bool = False
 ) -> list[list[float]]:
-    """Microseconds of each decode forward, samples per step; on a CPU of the host's clock."""
+    """Microseconds of each decode forward, samples per step; without graphs one sample, by the host's clock."""
     runner = engine.runner
     active = [engine.prepare(request, params) for request in requests]
     times: list[list[float]] = []
@@ -136,11 +136,13 @@ def time_steps(
             engine.scheduler.add(request)
         while any(request.outcome is None for request in active):
             batch = engine.scheduler.schedule()
+            hidden = runner.prefill(batch.prefill)
+            if engine.device.type == "cuda":
+                torch.cuda.synchronize()
             start = time.perf_counter()
-            hidden = [
-                *runner.prefill(batch.prefill),
-                *(rows.clone() for rows in runner.decode(batch.decode)),
-            ]
+            hidden += [rows.clone() for rows in runner.decode(batch.decode)]
+            if engine.device.type == "cuda":
+                torch.cuda.synchronize()
             taken = time.perf_counter() - start
             survivors = engine._select(batch, hidden)
             if batch.decode and runner.graphs is not None and runner.graphs.failure is None:
