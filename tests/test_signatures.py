@@ -19,6 +19,7 @@ PAIRS = [
     ("onela.ops.norm", "gated_rms_norm"),
     ("onela.ops.norm", "rotary"),
     ("onela.ops.norm", "qk_norm_rotary"),
+    ("onela.ops.norm", "sigmoid_gate"),
     ("onela.ops.norm", "swiglu"),
 ]
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from onela.models.config import ModelConfig
 from onela.ops.attention import beam_attention, prefill_attention
 from onela.ops.gated_delta import gated_delta_gates, gated_delta_prefill
-from onela.ops.norm import gated_rms_norm, qk_norm_rotary, rms_norm, swiglu
+from onela.ops.norm import gated_rms_norm, qk_norm_rotary, rms_norm, sigmoid_gate, swiglu
 from onela.ops.short_conv import short_conv_prefill
 from onela.state import DecodeState, GatedDeltaWeights, PrefillInputs, StepInputs
 
@@ -37,14 +37,20 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.rotary_dim = rotary_dim
         self.theta = theta
+        self._frequencies: Tensor | None = None
 
     def forward(self, positions: Tensor) -> Rope:
-        exponent = (
-            torch.arange(0, self.rotary_dim, 2, device=positions.device, dtype=torch.float32)
-            / self.rotary_dim
-        )
-        angles = positions.to(torch.float32)[:, None] * (1.0 / self.theta**exponent)
+        angles = positions.to(torch.float32)[:, None] * self.frequencies(positions.device)
         return angles.cos(), angles.sin()
+
+    def frequencies(self, device: torch.device) -> Tensor:
+        """[rotary_dim / 2] fp32, made once per device."""
+        if self._frequencies is None or self._frequencies.device != device:
+            exponent = (
+                torch.arange(0, self.rotary_dim, 2, device=device, dtype=torch.float32) / self.rotary_dim
+            )
+            self._frequencies = 1.0 / self.theta**exponent
+        return self._frequencies
 
 
 class FusedLinear(nn.Module):
@@ -175,7 +181,7 @@ class Attention(FusedLinear):
 
     def _finish(self, o: Tensor, gate: Tensor | None) -> Tensor:
         if gate is not None:
-            o = o * gate.sigmoid()
+            o = sigmoid_gate(o, gate)
         return self.o_proj(o.reshape(o.shape[0], -1))
 
 

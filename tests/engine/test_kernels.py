@@ -19,7 +19,12 @@ from onela.ops.gated_delta.full_state import full_state_step_triton
 from onela.ops.gated_delta.gates import gated_delta_gates_triton
 from onela.ops.gated_delta.layer_step import gated_delta_layer_step_triton
 from onela.ops.gated_delta.replay_ssm import replay_ssm_step_triton
-from onela.ops.norm.kernels import gated_rms_norm_triton, rms_norm_triton, swiglu_triton
+from onela.ops.norm.kernels import (
+    gated_rms_norm_triton,
+    rms_norm_triton,
+    sigmoid_gate_triton,
+    swiglu_triton,
+)
 from onela.ops.norm.qk_kernel import qk_norm_rotary_triton
 from onela.ops.short_conv.kernels import short_conv_step_triton
 from onela.state import backends
@@ -62,6 +67,7 @@ def beam_select(logits: torch.Tensor, *, child_allowed: Any, allowed_rows: Any, 
 KERNELS: list[tuple[Any, str, Any]] = [
     (layers, "rms_norm", rms_norm_triton),
     (layers, "qk_norm_rotary", qk_norm_rotary_triton),
+    (layers, "sigmoid_gate", sigmoid_gate_triton),
     (layers, "swiglu", swiglu_triton),
     (layers, "gated_rms_norm", gated_rms_norm_triton),
     (layers, "gated_delta_gates", gated_delta_gates_triton),

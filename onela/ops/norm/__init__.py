@@ -1,11 +1,19 @@
 """Norms, rotary positions and the gated MLP product."""
 
-from onela.ops.norm.dispatch import gated_rms_norm, qk_norm_rotary, rms_norm, rotary, swiglu
+from onela.ops.norm.dispatch import (
+    gated_rms_norm,
+    qk_norm_rotary,
+    rms_norm,
+    rotary,
+    sigmoid_gate,
+    swiglu,
+)
 from onela.ops.norm.reference import (
     gated_rms_norm_ref,
     qk_norm_rotary_ref,
     rms_norm_ref,
     rotary_ref,
+    sigmoid_gate_ref,
     swiglu_ref,
 )
 
@@ -18,6 +26,8 @@ __all__ = [
     "rms_norm_ref",
     "rotary",
     "rotary_ref",
+    "sigmoid_gate",
+    "sigmoid_gate_ref",
     "swiglu",
     "swiglu_ref",
 ]

@@ -10,6 +10,7 @@ from onela.ops.norm.reference import (
     qk_norm_rotary_ref,
     rms_norm_ref,
     rotary_ref,
+    sigmoid_gate_ref,
     swiglu_ref,
 )
 
@@ -72,6 +73,15 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
         return swiglu_triton(gate_up)
     return swiglu_ref(gate_up)
+
+
+def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
+    """`sigmoid_gate_ref`, by its kernel on a GPU. Same arguments, results and errors."""
+    if _readable(x, gate):
+        from onela.ops.norm.kernels import sigmoid_gate_triton
+
+        return sigmoid_gate_triton(x, gate)
+    return sigmoid_gate_ref(x, gate)
 
 
 def _readable(x: Tensor, other: Tensor | None) -> bool:

@@ -99,6 +99,21 @@ def swiglu_kernel(p_x, p_o, D, s_x, BLOCK: tl.constexpr):
     tl.store(p_o + i_n * D + o_d, (b_gate * b_up).to(p_o.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def sigmoid_gate_kernel(
+    p_x, p_gate, p_o, num_rows, H, s_x_t, s_x_h, s_g_t, s_g_h,
+    D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    o_r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    o_d = tl.arange(0, BLOCK_D)
+    mask = (o_r < num_rows)[:, None] & (o_d < D)[None, :]
+    b_x = tl.load(p_x + row_offsets(o_r, H, s_x_t, s_x_h)[:, None] + o_d[None, :], mask=mask, other=0.0)
+    b_g = tl.load(p_gate + row_offsets(o_r, H, s_g_t, s_g_h)[:, None] + o_d[None, :], mask=mask, other=0.0)
+    b_g = (1.0 / (1.0 + tl.exp(-b_g.to(tl.float32)))).to(p_o.dtype.element_ty).to(tl.float32)
+    p_out = p_o + o_r.to(tl.int64)[:, None] * D + o_d[None, :]
+    tl.store(p_out, (b_x.to(tl.float32) * b_g).to(p_o.dtype.element_ty), mask=mask)
+
+
 def rms_norm_triton(
     x: Tensor, weight: Tensor, *, eps: float, zero_centered: bool = True, residual: Tensor | None = None
 ) -> Tensor:
@@ -199,6 +214,23 @@ def swiglu_triton(gate_up: Tensor) -> Tensor:
     swiglu_kernel[(N, triton.cdiv(D, block))](
         gate_up, o, D, gate_up.stride(0), BLOCK=block, num_warps=_warps(block)
     )
+    return o
+
+
+def sigmoid_gate_triton(x: Tensor, gate: Tensor) -> Tensor:
+    """`sigmoid_gate_ref` in one launch. Args: x, gate: [T, H, D], may be strided. Returns: [T, H, D] contiguous."""
+    check_float("gate", gate, *x.shape)
+    o = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows, heads, s_t, s_h = _rows(x)
+    if rows == 0:
+        return o
+    _, _, s_g_t, s_g_h = _rows(gate)
+    D = x.shape[-1]
+    block_r, block_d = _tile(rows, D)
+    sigmoid_gate_kernel[(triton.cdiv(rows, block_r),)](
+        x, gate, o, rows, heads, s_t, s_h, s_g_t, s_g_h,
+        D=D, BLOCK_R=block_r, BLOCK_D=block_d, num_warps=_warps(block_r * block_d),
+    )  # fmt: skip
     return o
 
 

@@ -103,3 +103,8 @@ def swiglu_ref(gate_up: Tensor) -> Tensor:
     """`silu(gate) * up` of a fused projection. Args: gate_up: [N, 2*D], gate first. Returns: [N, D]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def sigmoid_gate_ref(x: Tensor, gate: Tensor) -> Tensor:
+    """`x * sigmoid(gate)`, both [T, H, D] of one dtype; the sigmoid is rounded to it first. Returns: [T, H, D]."""
+    return x * gate.sigmoid()

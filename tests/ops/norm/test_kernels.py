@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from onela.ops.norm import gated_rms_norm_ref, rms_norm_ref, rotary_ref, swiglu_ref
+from onela.ops.norm import (
+    gated_rms_norm_ref,
+    rms_norm_ref,
+    rotary_ref,
+    sigmoid_gate_ref,
+    swiglu_ref,
+)
 from tests.tolerances import ROWS
 
 pytest.importorskip("triton")
@@ -13,6 +19,7 @@ from onela.ops.norm.kernels import (
     gated_rms_norm_triton,
     rms_norm_triton,
     rotary_triton,
+    sigmoid_gate_triton,
     swiglu_triton,
 )
 
@@ -84,3 +91,10 @@ def test_rotary(shape: tuple[int, ...], half: int, dtype: torch.dtype, device: t
 def test_swiglu(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
     x = strided(shape, dtype, device)
     check(swiglu_triton(x), swiglu_ref(x))
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 8), (1, 1, 1), (5, 3, 24), (70, 2, 256)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sigmoid_gate(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+    x, gate = draw(*shape, dtype=dtype, device=device), strided(shape, dtype, device)
+    check(sigmoid_gate_triton(x, gate), sigmoid_gate_ref(x, gate))
