@@ -197,6 +197,9 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--tiny", action="store_true", help="a model of four small layers, to try the script")
     parser.add_argument("--no-graphs", action="store_true")
+    parser.add_argument(
+        "--no-gate", action="store_true", help="where tests/engine/test_gpu.py has just passed"
+    )
     parser.add_argument("--profile", action="store_true", help="print the kernels of the last step")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no further case after this time")
     parser.add_argument("--commit", help="the commit that is measured, where there is no checkout")
@@ -205,6 +208,8 @@ def main() -> None:
     began = time.perf_counter()
     print(machine(), flush=True)
     device, dtype = torch.device(args.device), getattr(torch, args.dtype)
+    if not args.no_gate:
+        same_items_in_fp32(device)
     shape = TINY if args.tiny else SHAPE_08B
     model = random_model(shape, dtype, device)
     rows = args.requests * args.width
@@ -253,6 +258,22 @@ def main() -> None:
                 gc.collect()
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
+
+
+def same_items_in_fp32(device: torch.device) -> None:
+    """The gate: over a small fp32 model every arm returns the same items. Raises `SystemExit`."""
+    model = random_model(TINY, torch.float32, device)
+    vocabulary = SidVocabulary.from_token_ids([range(100 + 64 * i, 164 + 64 * i) for i in range(3)])
+    requests = [Request(prompt_token_ids=list(range(length))) for length in (5, 70, 33)]
+    expected: list[Result] | None = None
+    for name, options in VARIANTS:
+        engine = Engine(model, vocabulary, config=EngineConfig(**options))
+        results = engine.generate(requests, BeamParams(beam_width=24))
+        expected = expected or results
+        share, difference = overlap(expected, results)
+        if share < 1 or difference > 1e-3:
+            sys.exit(f"gate: {name} has {share:.3f} of the items, scores differ by {difference:.2g}")
+    print("gate: every arm returns the same items in fp32", flush=True)
 
 
 def report(
