@@ -47,13 +47,7 @@ def draw_memory(axes: Any) -> None:
         ]
         gibibytes = [line.persistent / 2**30 for line in lines]
         axes.plot(widths, gibibytes, marker="o", label=LABELS[arm], color=COLOURS[arm])
-    axes.set(
-        xscale="log",
-        yscale="log",
-        xlabel="beams",
-        ylabel="GiB per request",
-        title="State (18 layers, 3 tokens)",
-    )
+    log_axes(axes, widths[::2], "GiB", "State of one request, 18 layers")
 
 
 def draw_time(axes: Any, rows: list[dict[str, Any]]) -> None:
@@ -63,13 +57,30 @@ def draw_time(axes: Any, rows: list[dict[str, Any]]) -> None:
         points = sorted((row["case"]["beam_width"], row["value"]) for row in rows if row["arm"] == arm)
         if points:
             axes.plot(*zip(*points), marker="o", label=LABELS[arm], color=COLOURS[arm])
-    axes.set(
-        xscale="log",
-        yscale="log",
-        xlabel="beams",
-        ylabel="seconds per request",
-        title="A request on two CPU cores",
-    )
+    log_axes(axes, [32, 128, 512], "seconds", "A request on two CPU cores")
+
+
+def draw_decode(axes: Any, rows: list[dict[str, Any]]) -> None:
+    """Milliseconds of the decode forward of Qwen3.5-0.8B's shape on a GPU, by arm and length of the SIDs."""
+    rows = [row for row in rows if row["metric"] == "decode_forward" and row["case"]["prompt"] == 1024]
+    values = {(row["arm"], row["case"]["O"]): row["value"] for row in rows}
+    lengths = sorted({length for _, length in values})
+    for i, arm in enumerate(("full_state_copy", "replay_ssm", "replay")):
+        places = [x + 0.27 * (i - 1) for x in range(len(lengths))]
+        heights = [values.get((arm, length), 0.0) for length in lengths]
+        bars = axes.bar(places, heights, width=0.25, color=COLOURS[arm], label=LABELS[arm])
+        axes.bar_label(bars, fmt="%.1f", fontsize=8)
+    axes.set_xticks(range(len(lengths)), [f"{length} tokens" for length in lengths])
+    axes.set(ylabel="ms", title="Decode on one H200, 4 x 256 beams")
+    axes.grid(True, axis="y", alpha=0.3)
+
+
+def log_axes(axes: Any, ticks: list[int], unit: str, title: str) -> None:
+    """Logarithmic axes whose ticks are plain numbers."""
+    axes.set(xscale="log", yscale="log", xlabel="beams", ylabel=unit, title=title)
+    axes.minorticks_off()
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.grid(True, which="major", alpha=0.3)
 
 
 def main() -> None:
@@ -77,12 +88,13 @@ def main() -> None:
     plt.rcParams.update(
         {"svg.hashsalt": "onela", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
     )
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
-    draw_memory(left)
-    draw_time(right, read_results())
-    for axes in (left, right):
-        axes.grid(True, which="major", alpha=0.3)
-        axes.legend(frameon=False)
+    figure, panels = plt.subplots(1, 3, figsize=(12, 3.4), layout="constrained")
+    rows = read_results()
+    draw_memory(panels[0])
+    draw_time(panels[1], rows)
+    draw_decode(panels[2], rows)
+    handles, labels = panels[1].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
     FIGURES.mkdir(parents=True, exist_ok=True)
     figure.savefig(FIGURES / "overview.svg", metadata={"Date": None})
 

@@ -1,8 +1,8 @@
 """Writes the tables of `docs/measured.md` and `README.md` from the lines in `bench/results`.
 
-A document holds pairs of markers, `<!-- results: BENCH METRIC -->` and `<!-- /results -->`; what stands between them is
-made here: a row per case, a column per arm. A later line of the same bench, arm, case, metric and GPU replaces an earlier
-one. The first marker may go on: `arms=a,b` and `KEY=VALUE` keep only those arms and cases.
+A document holds pairs of markers, `<!-- results: BENCH METRIC -->` and `<!-- /results -->`; what stands between
+them is made here: a row per case, a column per arm. A later line of the same bench, arm, case, metric and GPU
+replaces an earlier one. The first marker may go on: `arms=a,b` and `KEY=VALUE` keep only those arms and cases.
 
     python -m bench.report [--check]
 """
