@@ -200,7 +200,9 @@ def main() -> None:
     parser.add_argument(
         "--no-gate", action="store_true", help="where tests/engine/test_gpu.py has just passed"
     )
-    parser.add_argument("--profile", action="store_true", help="print the kernels of the last step")
+    parser.add_argument(
+        "--profile", action="store_true", help="print the kernels of the first arm's last step"
+    )
     parser.add_argument("--seconds", type=float, default=1e9, help="start no further case after this time")
     parser.add_argument("--commit", help="the commit that is measured, where there is no checkout")
     parser.add_argument("--out", type=Path)
@@ -242,8 +244,9 @@ def main() -> None:
                 }
                 try:
                     options = dict(VARIANTS)[name] | {"cuda_graphs": not args.no_graphs}
+                    profile = args.profile and name == args.arms[0]
                     results, times, sizes, failure = run_arm(
-                        model, vocabulary, requests, args.width, options, profile=args.profile
+                        model, vocabulary, requests, args.width, options, profile=profile
                     )
                     if failure is not None:
                         print(f"{name}: no graphs: {failure}", flush=True)

@@ -6,7 +6,7 @@ export PYTHONPATH=. PYTHONUNBUFFERED=1
 timeout "${TEST_SECONDS:-60}" python3 -m pytest -c /dev/null --rootdir . -p no:cacheprovider -v --tb=short \
     -k "graph or captured or waits or bf16" tests/engine/test_gpu.py >"$OUT/decode_tests.log" 2>&1 &
 timeout "${WARM_SECONDS:-60}" python3 bench/decode.py --prompts 1024 5120 --tokens 7 --arms replay --no-gate \
-    --out "$OUT/decode_warm.jsonl" >"$OUT/decode_warm.log" 2>&1
+    --out /dev/null >"$OUT/decode_warm.log" 2>&1
 wait
 grep -E "PASSED|FAILED|ERROR|^E  " "$OUT/decode_tests.log" | cut -c 1-150 | tail -n 30
 tail -n 8 "$OUT/decode_warm.log" | cut -c 1-200
