@@ -16,7 +16,7 @@ from onela.decoding import BeamParams
 from onela.engine.active import ActiveRequest
 from onela.engine.engine import Engine
 from onela.engine.request import Request, Result
-from onela.errors import EngineError, OneLAError, QueueFullError, UnavailableError
+from onela.errors import EngineError, OneLAError, QueueFullError, RequestError, UnavailableError
 
 logger = logging.getLogger(__name__)
 
@@ -70,10 +70,18 @@ class AsyncEngine:
     Args:
         engine: the engine.
         on_step: called on the worker thread after each step.
+        max_prompt_tokens: longest prompt that is taken, once it is tokens; None: the model's own limit.
     """
 
-    def __init__(self, engine: Engine, *, on_step: Callable[[StepReport], None] | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        on_step: Callable[[StepReport], None] | None = None,
+        max_prompt_tokens: int | None = None,
+    ) -> None:
         self.engine = engine
+        self.max_prompt_tokens = max_prompt_tokens
         self.on_step = on_step
         self._wake = threading.Condition()
         self._arrived: list[_Ticket] = []
@@ -132,6 +140,11 @@ class AsyncEngine:
         self._check_open()
         # Tokenizing and compiling filters take their time: neither the loop nor the worker shall wait for it.
         active = await asyncio.to_thread(self.engine.prepare, request, params)
+        length = len(active.prompt_token_ids)
+        if self.max_prompt_tokens is not None and length > self.max_prompt_tokens:
+            given = (("prompt_token_ids", request.prompt_token_ids), ("prompt", request.prompt))
+            field = next((name for name, value in given if value is not None), "messages")
+            raise RequestError(field, f"at most {self.max_prompt_tokens} tokens", value=f"{length} tokens")
         if isinstance(active.outcome, Result):
             return active.outcome
         active.observer = observer

@@ -221,6 +221,7 @@ class Engine:
         """
         ended = self._expire()
         batch = self.scheduler.schedule()
+        ended += self._refuse()
         try:
             hidden = self.runner.prefill(batch.prefill) + self.runner.decode(batch.decode)
             self.scheduler.keep(batch)
@@ -332,6 +333,11 @@ class Engine:
             stood = "waiting" if request.prompt is None else f"running, {request.level} tokens chosen"
             self._end(request, DeadlineError(f"timeout_s: {request.request.timeout_s} s are over ({stood})"))
         return expired
+
+    def _refuse(self) -> list[ActiveRequest]:
+        """End the requests that could not be given their places."""
+        failed, self.scheduler.failed = self.scheduler.failed, []
+        return [request for request, error in failed if self._end(request, _engine_error(error))]
 
     def _fail(self, requests: Sequence[ActiveRequest], error: Exception) -> list[ActiveRequest]:
         """End the requests that took part in a step that raised."""

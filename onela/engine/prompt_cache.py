@@ -141,7 +141,11 @@ class PromptCache:
         if entry is None:
             self.stats.misses += 1
         else:
-            self._use(entry, prompt, request)
+            try:
+                self._use(entry, prompt, request)
+            except BaseException:
+                self.prompts.free(prompt)
+                raise
         request.stops = self._boundaries(request, prompt.num_tokens)
         return prompt
 
@@ -220,16 +224,17 @@ class PromptCache:
         self.stats.hits += 1
         self.stats.hit_tokens += entry.num_tokens
         if entry.contents is not None:
-            self.stats.host_hits += 1
-            self._leave_host(entry)
             count = entry.num_tokens // self.prompts.page_size if self.prompts.has_pages else 0
-            entry.pages = prompt.pages[:count]
-            self.prompts.write_pages(entry.pages, entry.contents)
-            self.prompts.pages.share(entry.pages)
-            self._pages.update(entry.pages)
-            entry.state = {name: tensor.to(self.prompts.device) for name, tensor in entry.state.items()}
-            entry.contents = None
+            pages = prompt.pages[:count]
+            state = {name: tensor.to(self.prompts.device) for name, tensor in entry.state.items()}
+            self.prompts.write_pages(pages, entry.contents)
+            # From here on nothing needs memory, and nothing can fail half-way.
+            self._leave_host(entry)
+            self.prompts.pages.share(pages)
+            self._pages.update(pages)
+            entry.state, entry.pages, entry.contents = state, pages, None
             self._device[entry.digest] = entry
+            self.stats.host_hits += 1
         self._device.move_to_end(entry.digest)
         self.prompts.restore(prompt, entry.state, entry.num_tokens)
         request.cached_tokens = entry.num_tokens

@@ -70,7 +70,8 @@ class Scheduler:
         cache: prompt states to begin with; None: every prompt is run from its first token.
         clock: seconds, only ever compared with each other.
 
-    `scheduled_tokens` and `scheduled_rows` are the prompt tokens and the beams of the latest batch.
+    `scheduled_tokens` and `scheduled_rows` are the prompt tokens and the beams of the latest batch. `failed` are
+    requests that could not be given their places, and why; they hold none, and whoever ends them empties the list.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Scheduler:
         self.rows = ExtentAllocator("beam rows")
         self.waiting: list[ActiveRequest] = []
         self.running: list[ActiveRequest] = []
+        self.failed: list[tuple[ActiveRequest, Exception]] = []
         self.scheduled_tokens = 0
         self.scheduled_rows = 0
         self._arrivals = 0
@@ -161,8 +163,13 @@ class Scheduler:
                 batch.decode.append(request)
         while budget and self.waiting:
             request = self._next()
-            if not self._admit(request):
-                break
+            try:
+                if not self._admit(request):
+                    break
+            except Exception as error:  # no memory for it, say: that is its trouble alone
+                self.waiting.remove(request)
+                self.failed.append((request, error))
+                continue
             budget = self._take_chunk(batch, request, budget)
         self.scheduled_tokens = self.config.max_batch_tokens - budget
         self.scheduled_rows = sum(request.beams.width for request in batch.decode)
@@ -218,7 +225,12 @@ class Scheduler:
         request.prompt = self._allocate_prompt(request)
         if request.prompt is None:
             return False
-        request.first_slot = self.records.allocate(request.num_slots) if request.num_slots else 0
+        try:
+            request.first_slot = self.records.allocate(request.num_slots) if request.num_slots else 0
+        except BaseException:
+            self.prompts.free(request.prompt)
+            request.prompt = None
+            raise
         request.first_row = self.rows.allocate(request.num_rows)
         request.admitted_at = self.clock()
         self.waiting.remove(request)

@@ -46,7 +46,9 @@ class Server:
     def __init__(self, engine: Engine, config: ServerConfig) -> None:
         self.config = config
         self.metrics = Metrics()
-        self.engine = AsyncEngine(engine, on_step=self.metrics.step)
+        self.engine = AsyncEngine(
+            engine, on_step=self.metrics.step, max_prompt_tokens=config.max_prompt_tokens
+        )
         self.metrics.watch(self.engine)
 
     @property

@@ -55,7 +55,11 @@ class Records:
     def allocate(self, num_slots: int) -> int:
         """Take an extent of slots and return the first. Raises `CapacityError`."""
         start = self.slots.allocate(num_slots)
-        self.pool.reserve(self.slots.end)
+        try:
+            self.pool.reserve(self.slots.end)
+        except BaseException:  # no memory: the slots are as free as before
+            self.slots.free(start, num_slots)
+            raise
         return start
 
     def free(self, start: int, num_slots: int) -> None:

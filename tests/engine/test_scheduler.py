@@ -298,6 +298,38 @@ def test_a_fault_is_its_own_requests_alone(fault: int) -> None:
     assert answer(result) == answer(alone(later, BeamParams(beam_width=4)))
 
 
+@pytest.mark.parametrize("what", ["records", "prompts", "pages"])
+@pytest.mark.parametrize("cached", [False, True])
+def test_no_memory_for_a_request_is_its_trouble_alone(what: str, cached: bool) -> None:
+    options = {"prompt_cache_bytes": 100_000, "prompt_cache_interval": 8, "page_size": 4} if cached else {}
+    engine = fake_engine(**options)
+    pools = {
+        "records": engine.state.records.pool,
+        "prompts": engine.state.prompts.prompt_tensors,
+        "pages": engine.state.prompts.page_tensors,
+    }
+    small = engine.submit(Request(prompt_token_ids=prompt_of(9)), BeamParams(beam_width=4))
+    engine.step()
+    pool = pools[what]
+    reserve = pool.reserve
+
+    def fail(_: int) -> None:
+        pool.reserve = reserve  # type: ignore[method-assign]
+        raise MemoryError("out of memory")
+
+    pool.reserve = fail  # type: ignore[method-assign]
+    unlucky = engine.submit(Request(prompt_token_ids=prompt_of(30)), BeamParams(beam_width=40))
+    later = engine.submit(Request(prompt_token_ids=prompt_of(30)), BeamParams(beam_width=40))
+    ended = engine.step()
+    assert unlucky in ended
+    assert isinstance(unlucky.outcome, EngineError)
+    assert "out of memory" in str(unlucky.outcome)
+    run(engine)
+    check_nothing_is_held(engine)
+    for request in (small, later):
+        assert answer(request.outcome) == answer(alone(request.request, request.params))
+
+
 @pytest.mark.parametrize(
     ("field", "value"), [("timeout_s", 0), ("timeout_s", float("nan")), ("timeout_s", "1"), ("priority", 1.5)]
 )

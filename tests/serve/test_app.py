@@ -114,6 +114,8 @@ def test_text_and_messages(client: httpx.Client) -> None:
         ({"prompt_token_ids": [97]}, "prompt_token_ids"),
         ({"prompt_token_ids": [5] * 301}, "prompt_token_ids"),
         ({"prompt_token_ids": None, "prompt": "x" * 4801}, "prompt"),
+        ({"prompt_token_ids": None, "prompt": "x" * 301}, "prompt"),
+        ({"prompt_token_ids": None, "messages": [{"role": "user", "content": "x" * 300}]}, "messages"),
         ({"filter": {"colour": "red"}}, "filter.colour"),
         ({"exclude_item_ids": ["a"]}, "exclude_item_ids"),
         ({"exclude_item_ids": list(range(51))}, "exclude_item_ids"),
