@@ -44,8 +44,8 @@ class MaskPool:
         row = self._free_row()
         self._users[row] = 1
         target = self.rows[row]
-        places = torch.from_numpy(eligibility.places).to(self.device)
-        words = torch.from_numpy(eligibility.words.view(np.int32)).to(self.device)
+        places = self._bring(eligibility.places)
+        words = self._bring(eligibility.words.view(np.int32))
         if base is None:
             target.zero_()
             target[places] = words
@@ -70,9 +70,16 @@ class MaskPool:
     def _base(self, base: EligibleBase) -> torch.Tensor:
         found = self._bases.get(base)
         if found is None:
-            found = torch.from_numpy(base.words.view(np.int32)).to(self.device)
+            found = self._bring(base.words.view(np.int32))
             self._bases[base] = found
         return found
+
+    def _bring(self, array: np.ndarray) -> torch.Tensor:
+        """A copy on the device; the host does not wait until what the device is doing has ended."""
+        tensor = torch.from_numpy(array)
+        if self.device.type != "cuda":
+            return tensor.to(self.device)
+        return tensor.pin_memory().to(self.device, non_blocking=True)
 
     def _free_row(self) -> int:
         for row in range(len(self.rows)):
