@@ -51,8 +51,11 @@ def commit() -> str | None:
 
 
 def command() -> str:
-    """The command line, without the options that say where the line goes and what it is called."""
-    kept, words = [], iter(sys.argv)
+    """The command line from the project's root, without the options that say where the line goes and its name."""
+    script = Path(sys.argv[0]).resolve()
+    root = Path(__file__).resolve().parent.parent
+    kept = [str(script.relative_to(root)) if script.is_relative_to(root) else script.name]
+    words = iter(sys.argv[1:])
     for word in words:
         if word in ("--out", "--commit"):
             next(words, None)
