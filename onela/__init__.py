@@ -1,11 +1,14 @@
 """OneLA: exact wide-beam decoding for generative recommenders.
 
-import onela
+Example:
 
-engine = onela.Engine.from_pretrained("my-model", catalog="items.jsonl")
-[result] = engine.generate([onela.Request(prompt="...")], onela.BeamParams(beam_width=256, num_return_sequences=10))
-for item in result.items:
-    print(item.item_id, item.title, item.cum_logprob)
+    import onela
+
+    engine = onela.Engine.from_pretrained("my-model", catalog="items.jsonl")
+    params = onela.BeamParams(beam_width=256, num_return_sequences=10)
+    [result] = engine.generate([onela.Request(prompt="...")], params)
+    for item in result.items:
+        print(item.item_id, item.title, item.cum_logprob)
 """
 
 from onela._version import __version__
