@@ -370,7 +370,8 @@ class ReplaySsmBackend(RecurrentBackend):
         grown = GrowingTensors(shapes, self.prompts.device)
         grown.generation = self.pool.generation
         grown.reserve(self.pool.capacity)
-        for name, old in self.pool.tensors.items():
+        for name, tensor in self.pool.tensors.items():
+            old = tensor[: self.pool.capacity]
             if name == CHECKPOINT_ROWS or name.endswith(".checkpoint"):
                 grown.tensors[name].copy_(old)
             else:

@@ -13,7 +13,7 @@ class GrowingTensors:
         shapes: name -> (shape without the growing axis, dtype).
         device: where they live.
 
-    `generation` counts the reallocations: whoever keeps a pointer (a captured graph) compares it.
+    `generation` counts the calls that reallocate: whoever keeps a pointer (a captured graph) compares it.
     """
 
     def __init__(self, shapes: dict[str, tuple[tuple[int, ...], torch.dtype]], device: torch.device) -> None:
@@ -31,12 +31,13 @@ class GrowingTensors:
         if capacity <= self.capacity:
             return
         capacity = max(capacity, self.capacity * 3 // 2)
+        # Memory may end half-way: then some tensors are new, and longer than the others, until a later call.
+        self.generation += 1
         for name, (shape, dtype) in self.shapes.items():
             grown = torch.empty((capacity, *shape), dtype=dtype, device=self.device)
-            grown[: self.capacity] = self.tensors[name]
+            grown[: self.capacity] = self.tensors[name][: self.capacity]
             self.tensors[name] = grown
         self.capacity = capacity
-        self.generation += 1
 
     @property
     def nbytes(self) -> int:
