@@ -281,6 +281,9 @@ class Engine:
             rows = torch.cat([hidden[i] for i in members])
             logits = self.runner.level_logits(rows, level)
             usable = torch.isfinite(logits.amax(-1)) & torch.isfinite(logits.amin(-1))
+            log_normalizer = self.runner.log_normalizer(rows) if normalizer == "vocabulary" else None
+            if log_normalizer is not None:  # the logits of tokens that are no codes
+                usable &= torch.isfinite(log_normalizer)
             mask_rows = [_mask_row(requests[i]) for i in members]
             masks = served.masks if any(row >= 0 for row in mask_rows) else None
             chosen = served.search.step(
@@ -289,7 +292,7 @@ class Engine:
                 [requests[i].beams for i in members],
                 [requests[i].widths[level] for i in members],
                 normalizer=normalizer,
-                log_normalizer=self.runner.log_normalizer(rows) if normalizer == "vocabulary" else None,
+                log_normalizer=log_normalizer,
                 allowed=None if masks is None else masks.level(level),
                 allowed_rows=None if masks is None else mask_rows,
             )

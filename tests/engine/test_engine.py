@@ -317,6 +317,19 @@ def test_nan_logits_fail_the_request_and_free_everything(checkpoint: tuple[Path,
     assert len(engine.generate([Request(prompt_token_ids=[1, 2, 3])])[0].items) == 120
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_bad_logits_of_other_tokens_fail_what_is_normalised_over_them(
+    checkpoint: tuple[Path, Any], bad: float
+) -> None:
+    engine = tiny_engine(checkpoint[0], VOCABULARY, CATALOG)
+    codes = {int(token) for level in range(3) for token in VOCABULARY.token_ids(level)}
+    engine.model.lm_head.weight[min(set(range(97)) - codes)] = bad
+    request = Request(prompt_token_ids=[3, 1, 4])
+    with pytest.raises(onela.NumericsError, match="logits"):
+        engine.generate([request], BeamParams(beam_width=8, normalizer="vocabulary"))
+    assert len(engine.generate([request], BeamParams(beam_width=8))[0].items) == 8
+
+
 def test_everything_is_given_back(engine: Engine) -> None:
     engine.generate([Request(prompt_token_ids=random_prompt(30, seed=i)) for i in range(4)])
     assert engine.state.records.slots.num_taken == 0
