@@ -131,7 +131,6 @@ class AsyncEngine:
 
         `observer` is called on the worker thread each time the request has chosen a token.
 
-
         Raises:
             RequestError, CapacityError: nothing can be done for this request.
             QueueFullError: `max_waiting` requests wait already. UnavailableError: the engine drains or is broken.
@@ -179,7 +178,8 @@ class AsyncEngine:
     @property
     def _busy(self) -> bool:
         alive = self._thread is not None and self._thread.is_alive()
-        return alive and bool(self._arrived or self._tickets)
+        with self._wake:
+            return alive and bool(self._arrived or self._tickets)
 
     def _check_open(self) -> None:
         if self._draining:
@@ -196,6 +196,15 @@ class AsyncEngine:
     # ---- the worker thread
 
     def _work(self) -> None:
+        try:
+            self._serve()
+        except Exception:  # nobody else is there to hear of it, and nobody may wait for an answer for ever
+            logger.exception("the engine's thread has ended")
+        with self._wake:
+            self._draining = True
+        self._abandon(UnavailableError("the server has shut down"))
+
+    def _serve(self) -> None:
         device = self.engine.device
         if device.type == "cuda":
             # Kernels are launched on the thread's current device, and every thread begins on the first one.
@@ -205,10 +214,10 @@ class AsyncEngine:
                 while not (self._arrived or self._cancelled or self._stopped or self._tickets):
                     self._wake.wait()
                 if self._stopped:
-                    break
+                    return
                 arrived, self._arrived = self._arrived, []
                 cancelled, self._cancelled = self._cancelled, []
-                # A ticket is in one of the two lists at any time, so that draining sees it.
+                # Under the lock a ticket is in one of the two lists at any time, so that draining sees it.
                 self._tickets.update((id(ticket.active), ticket) for ticket in arrived)
             for ticket in arrived:
                 self._add(ticket)
@@ -217,7 +226,6 @@ class AsyncEngine:
                     self._settle(active)
             if self.engine.scheduler.has_work:
                 self._step()
-        self._abandon(UnavailableError("the server has shut down"))
 
     def _add(self, ticket: _Ticket) -> None:
         try:

@@ -343,8 +343,10 @@ class Engine:
         return [request for request, error in failed if self._end(request, _engine_error(error))]
 
     def _fail(self, requests: Sequence[ActiveRequest], error: Exception) -> list[ActiveRequest]:
-        """End the requests that took part in a step that raised."""
-        return [request for request in requests if self._end(request, _engine_error(error))]
+        """End the requests that took part in a step that raised, those apart that the same step has ended before."""
+        for request in requests:
+            self._end(request, _engine_error(error))
+        return list(requests)
 
     def _end(self, request: ActiveRequest, outcome: Result | OneLAError) -> bool:
         """The one place where a request ends: it frees everything and sets the outcome, once."""

@@ -161,8 +161,9 @@ class PromptCache:
         if self.prompts.snapshot_nbytes + num_pages * self.prompts.page_nbytes > self.device_bytes:
             return
         pages = prompt.pages[:num_pages]
-        self.prompts.pages.share(pages)
+        # First what needs memory: a page is shared only once nothing can fail any more.
         entry = Entry(digests, prompt.num_tokens, self.prompts.snapshot(prompt), pages)
+        self.prompts.pages.share(pages)
         self._pages.update(pages)
         self._prefixes.update(digests)
         self._device[entry.digest] = entry
@@ -292,8 +293,9 @@ class PromptCache:
             self._leave_device(entry)
             self._drop(entry)
             return
-        entry.contents = self.prompts.read_pages(entry.pages, HOST)
-        entry.state = {name: tensor.to(HOST) for name, tensor in entry.state.items()}
+        contents = self.prompts.read_pages(entry.pages, HOST)
+        state = {name: tensor.to(HOST) for name, tensor in entry.state.items()}
+        entry.contents, entry.state = contents, state
         self._leave_device(entry)
         self._host[entry.digest] = entry
         self._host_nbytes += entry.host_nbytes

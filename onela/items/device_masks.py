@@ -42,7 +42,6 @@ class MaskPool:
                     self._users[row] += 1
                     return row
         row = self._free_row()
-        self._users[row] = 1
         target = self.rows[row]
         places = self._bring(eligibility.places)
         words = self._bring(eligibility.words.view(np.int32))
@@ -52,6 +51,7 @@ class MaskPool:
         else:
             target.copy_(self._base(base))
             target[places] &= ~words
+        self._users[row] = 1
         if shared and base is not None:
             self._shared[row] = base
         return row

@@ -115,12 +115,12 @@ class PromptPool:
             self.prompt_tensors.reserve(self.places.end)
             self.page_tensors.reserve(self.pages.end)
             self._reserve_table(self.places.end, needed)
+            self.page_table[index].fill_(-1)
+            self.page_table[index, :needed] = device_tensor(pages, torch.int32, self.device)
         except BaseException:  # no memory: place and pages are as free as before
             self.places.free(index, 1)
             self.pages.free(pages)
             raise
-        self.page_table[index].fill_(-1)
-        self.page_table[index, :needed] = device_tensor(pages, torch.int32, self.device)
         self.lengths[index] = 0
         return PromptState(index=index, pages=pages, max_tokens=num_tokens)
 

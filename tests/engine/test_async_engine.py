@@ -147,6 +147,26 @@ def test_broken_bookkeeping_ends_everyone_and_does_not_hang() -> None:
     drive(test)
 
 
+def test_a_worker_that_dies_leaves_nobody_waiting(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        engine = AsyncEngine(fake_engine())
+        engine.start()
+
+        def broken(_: Any) -> Any:
+            raise KeyError("lost")
+
+        engine.engine.scheduler.add = broken  # type: ignore[assignment, method-assign]
+        with pytest.raises(UnavailableError):
+            await engine.generate(Request(prompt_token_ids=[5]), NARROW)
+        assert not engine.accepting
+        with pytest.raises(UnavailableError):
+            await engine.generate(Request(prompt_token_ids=[5]), NARROW)
+        await engine.stop(drain_s=1)
+
+    drive(test)
+    assert "the engine's thread has ended" in caplog.text
+
+
 def test_errors_of_the_request_itself_are_raised_to_its_sender() -> None:
     async def test() -> None:
         async with running(max_slots=8) as engine:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onela import BeamParams, ConfigError, Engine, NumericsError, Request, Result
+from onela import BeamParams, ConfigError, Engine, EngineError, NumericsError, Request, Result
 from onela.engine.prompt_cache import PromptCache
 from tests.engine.fake_model import NAN_TOKEN, VOCABULARY, answer, check_nothing_is_held, fake_engine
 from tests.engine.helpers import check_equal, random_prompt, save_qwen3_5, tiny_engine
@@ -186,6 +186,28 @@ def test_a_state_that_went_wrong_is_forgotten() -> None:
             ask(engine, prompt)
         assert cache_of(engine).num_entries == (0, 0)
     check_nothing_is_held(engine)
+
+
+@pytest.mark.parametrize("what", ["snapshot", "read_pages"])
+def test_no_memory_for_a_state_leaks_no_page(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    engine = fake_engine(**{**CACHE, "prompt_cache_host_bytes": 100_000})
+    pool, cache = engine.state.prompts, cache_of(engine)
+    ask(engine, prompt_of(43))
+    # The next state that is kept pushes this one out to the host.
+    cache.device_bytes = cache.nbytes[0]
+
+    def fail(*_: Any) -> Any:
+        raise MemoryError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, what, fail)
+        with pytest.raises(EngineError, match="out of memory"):
+            ask(engine, prompt_of(43, 1))
+    check_nothing_is_held(engine)
+    # What was kept before can still be used, and moved.
+    assert ask(engine, prompt_of(43)).usage.cached_tokens == 40
+    for seed in (0, 1, 2, 0):
+        assert answer(ask(engine, prompt_of(43, seed))) == cold(prompt_of(43, seed))
 
 
 def test_an_interval_between_pages_is_refused() -> None:

@@ -298,6 +298,28 @@ def test_a_fault_is_its_own_requests_alone(fault: int) -> None:
     assert answer(result) == answer(alone(later, BeamParams(beam_width=4)))
 
 
+def test_a_step_that_fails_at_its_end_hands_out_what_it_has_ended_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = fake_engine()
+    requests = [
+        engine.submit(Request(prompt_token_ids=prompt_of(n)), BeamParams(beam_width=4)) for n in (5, 9)
+    ]
+    engine.step(), engine.step()
+    outcome = engine._outcome
+
+    def broken(request: ActiveRequest) -> Any:
+        if request is requests[1]:
+            raise RuntimeError("the device is gone")
+        return outcome(request)
+
+    monkeypatch.setattr(engine, "_outcome", broken)
+    assert engine.step() == requests
+    assert answer(requests[0].outcome) == answer(alone(requests[0].request, requests[0].params))
+    assert isinstance(requests[1].outcome, EngineError)
+    check_nothing_is_held(engine)
+
+
 @pytest.mark.parametrize("what", ["records", "prompts", "pages"])
 @pytest.mark.parametrize("cached", [False, True])
 def test_no_memory_for_a_request_is_its_trouble_alone(what: str, cached: bool) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 
 from onela.state import AttentionGeometry, GatedDeltaGeometry, PromptPool
@@ -38,3 +41,17 @@ def test_the_generation_changes_when_a_tensor_is_replaced() -> None:
     now = made.generation
     made.allocate(100_000)
     assert made.generation != now
+
+
+def test_no_memory_for_a_row_of_the_page_table_leaves_nothing_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = pool(False)
+
+    def fail(*_: Any) -> Any:
+        raise MemoryError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("onela.state.prompt.device_tensor", fail)
+        with pytest.raises(MemoryError):
+            made.allocate(10)
+    assert (made.places.num_taken, made.pages.num_taken) == (3, 3)
+    assert made.allocate(10).index == 3
