@@ -13,7 +13,7 @@
     ├── DeadlineError         a request did not end in the time that it was given
     ├── CancelledError        a request was cancelled by whoever had sent it
     ├── EngineError           a step failed for a reason that nobody foresaw
-    ├── NumericsError         a model produced NaN, or two backends disagree
+    ├── NumericsError         a model produced NaN or infinite logits
     └── UnavailableError      a GPU, kernel or optional package that was asked for is not there
 
 `ShapeError`, `ConfigError`, `VocabularyError`, `CatalogError` and `RequestError` are `ValueError`s too, and
@@ -111,7 +111,7 @@ class EngineError(OneLAError, RuntimeError):
 
 
 class NumericsError(OneLAError, ArithmeticError):
-    """A model produced values that cannot be ranked (NaN), or a comparison failed its tolerance."""
+    """A model produced logits that cannot be ranked: NaN or infinity."""
 
 
 class UnavailableError(OneLAError, RuntimeError):
