@@ -15,7 +15,7 @@ from onela.errors import CatalogError, ConfigError
 from onela.items import storage
 from onela.items.assembly import Assembled, assemble
 from onela.items.builder import CatalogBuilder, CatalogItem, add_items, to_json
-from onela.items.columns import CatalogColumns, IdColumn, StringColumn, id_column
+from onela.items.columns import CatalogColumns, IdColumn, StringColumn, id_column, is_unicode
 from onela.items.detect import detect_format
 from onela.items.readers import ReadOptions, read_catalog
 from onela.items.trie import ItemTrie
@@ -325,6 +325,8 @@ class ItemCatalog:
         known = np.flatnonzero([isinstance(i, kind) and not isinstance(i, bool) for i in item_ids])
         if kind is int:
             known = np.array([k for k in known.tolist() if -(2**63) <= item_ids[k] < 2**63], dtype=np.int64)
+        else:
+            known = np.array([k for k in known.tolist() if is_unicode(item_ids[k])], dtype=np.int64)
         if len(known) == 0:
             return result
         asked: list[Any] = [item_ids[k] for k in known.tolist()]

@@ -189,10 +189,19 @@ class IdColumn:
     def key_of(self, item_id: object) -> int | None:
         """The key of one id, None if this column cannot hold such an id."""
         if isinstance(self.values, StringColumn):
-            return hash_string(item_id) if isinstance(item_id, str) else None
+            return hash_string(item_id) if isinstance(item_id, str) and is_unicode(item_id) else None
         if not isinstance(item_id, (int, np.integer)) or isinstance(item_id, bool):
             return None
         return int(item_id) if -(2**63) <= item_id < 2**63 else None
+
+
+def is_unicode(text: str) -> bool:
+    """Whether a string can be written as UTF-8: one with half of a surrogate pair cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, eq=False, repr=False)

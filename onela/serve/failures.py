@@ -41,7 +41,13 @@ def classify(error: OneLAError) -> tuple[int, str, str]:
 
 def error_body(message: str, kind: str, code: str, param: str | None = None) -> dict[str, Any]:
     """The body of an error, in OpenAI's form."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    param = None if param is None else _printable(param)
+    return {"error": {"message": _printable(message), "type": kind, "param": param, "code": code}}
+
+
+def _printable(text: str) -> str:
+    """The text with what UTF-8 has no bytes for written out: it may quote anything that a client sent."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def error_response(error: OneLAError) -> JSONResponse:

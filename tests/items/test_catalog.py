@@ -222,6 +222,14 @@ def duplicated() -> list[CatalogItem]:
     ]
 
 
+def test_an_id_that_no_catalogue_can_hold_is_not_found() -> None:
+    catalog = ItemCatalog.from_items([CatalogItem("a", (1, 1)), CatalogItem("b", (1, 2))])
+    half_a_pair = "\ud800"
+    assert catalog.find(half_a_pair) is None
+    assert half_a_pair not in catalog
+    assert catalog.find_many(["b", half_a_pair, "a"]).tolist() == [1, -1, 0]
+
+
 def test_a_duplicate_item_is_refused_with_both_lines() -> None:
     with pytest.raises(CatalogError, match="item_id 'a' is there already, on line 1") as caught:
         ItemCatalog.from_items(duplicated())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -38,3 +39,9 @@ def test_every_error_has_an_answer(cls: type[errors.OneLAError]) -> None:
     assert b"what happened" in response.body or cls in (errors.RequestError, errors.QueueFullError)
     if cls is errors.QueueFullError:
         assert response.headers["retry-after"] == "3"
+
+
+def test_an_error_may_quote_what_utf8_cannot_write() -> None:
+    response = error_response(errors.RequestError("filter.\ud800", "no item has it", value="é"))
+    assert json.loads(response.body)["error"]["param"] == "filter.\\ud800"
+    assert "'é'" in json.loads(response.body)["error"]["message"]
