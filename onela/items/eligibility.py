@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,6 +135,9 @@ class EligibilityIndex:
 
     def _items(self, field: str, item_ids: Sequence[int | str]) -> np.ndarray:
         """Distinct items of ids, ascending."""
+        if isinstance(item_ids, (str, bytes)) or not isinstance(item_ids, Collection):
+            raise RequestError(field, "a list of item ids is expected", value=item_ids)
+        item_ids = list(item_ids)
         kind = self.catalog.id_kind
         expected = str if kind == "str" else int
         for item_id in item_ids:

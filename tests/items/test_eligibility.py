@@ -213,6 +213,21 @@ def test_a_wrong_filter_is_refused_by_name(arguments: dict[str, Any], field: str
         small().compile(**arguments)
 
 
+def test_ids_may_come_in_any_collection_but_text() -> None:
+    index = EligibilityIndex(
+        ItemCatalog.from_items([{"item_id": name, "sid": [i]} for i, name in enumerate("abc")])
+    )
+    expected = index.compile(exclude_item_ids=["a", "b"])
+    assert expected is not None
+    for ids in ({"a", "b"}, ("b", "a"), {"a": 1, "b": 2}.keys()):
+        eligibility = index.compile(exclude_item_ids=ids)  # type: ignore[arg-type]
+        assert eligibility is not None
+        assert eligibility.excluded.tolist() == expected.excluded.tolist() == [0, 1]
+    for wrong in ("ab", 5, (name for name in "ab")):
+        with pytest.raises(RequestError, match="exclude_item_ids: a list of item ids is expected"):
+            index.compile(exclude_item_ids=wrong)  # type: ignore[arg-type]
+
+
 def test_an_attribute_with_too_many_values_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attributes_module, "MAX_VALUES", 3)
     rows = [{"sid": [i], "metadata": {"url": f"u{i}", "lang": LANGUAGES[i % 3]}} for i in range(6)]
