@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -12,6 +11,7 @@ from onela.errors import RequestError
 
 Normalizer = Literal["level", "allowed", "vocabulary"]
 MAX_BEAM_WIDTH = 65536
+MAX_LENGTH_PENALTY = 100  # length**penalty stays a finite number for every length
 
 # Spellings of other engines, accepted where options come from outside.
 ALIASES = {"n": "num_return_sequences", "num_beams": "beam_width", "max_new_tokens": "max_tokens"}
@@ -76,8 +76,12 @@ class BeamParams:
                 )
         if isinstance(self.length_penalty, bool) or not isinstance(self.length_penalty, (int, float)):
             raise RequestError("length_penalty", "a number is expected", value=self.length_penalty)
-        if not math.isfinite(self.length_penalty):
-            raise RequestError("length_penalty", "a finite number is expected", value=self.length_penalty)
+        if not -MAX_LENGTH_PENALTY <= self.length_penalty <= MAX_LENGTH_PENALTY:  # NaN is not either
+            raise RequestError(
+                "length_penalty",
+                f"a number from -{MAX_LENGTH_PENALTY} to {MAX_LENGTH_PENALTY} is expected",
+                value=self.length_penalty,
+            )
         if self.normalizer not in get_args(Normalizer):
             raise RequestError(
                 "normalizer", f"one of {', '.join(get_args(Normalizer))}", value=self.normalizer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -51,6 +51,8 @@ class Request:
             raise RequestError("priority", "a whole number is expected", value=self.priority)
         if self.timeout_s is not None and not (_is_number(self.timeout_s) and self.timeout_s > 0):
             raise RequestError("timeout_s", "a number of seconds above 0 is expected", value=self.timeout_s)
+        if self.session_id is not None and not isinstance(self.session_id, str):
+            raise RequestError("session_id", "text is expected", value=self.session_id)
         if sum(given is not None for given in (self.prompt_token_ids, self.prompt, self.messages)) != 1:
             raise RequestError(
                 "prompt_token_ids", "give exactly one of prompt_token_ids, prompt and messages"
@@ -58,7 +60,9 @@ class Request:
 
 
 def _is_number(value: Any) -> bool:
-    return not isinstance(value, bool) and isinstance(value, (int, float)) and math.isfinite(value)
+    return (
+        not isinstance(value, bool) and isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
+    )
 
 
 @dataclass(frozen=True)

@@ -260,6 +260,9 @@ BAD_REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("prompt_token_ids", {"prompt_token_ids": [1] * 3000}),
     ("prompt", {"prompt": "there is no tokenizer here"}),
     ("prompt_token_ids", {}),
+    ("session_id", {"prompt_token_ids": [1], "session_id": ["no", "text"]}),
+    ("timeout_s", {"prompt_token_ids": [1], "timeout_s": 10**400}),
+    ("timeout_s", {"prompt_token_ids": [1], "timeout_s": float("nan")}),
     ("prompt_token_ids", {"prompt_token_ids": [1], "prompt": "both"}),
 ]
 
@@ -284,6 +287,8 @@ BAD_PARAMS: list[tuple[str, dict[str, Any]]] = [
     ("beam_width_array", {"beam_width_array": []}),
     ("beam_width_array", {"beam_width_array": [4, 4], "max_tokens": 3}),
     ("length_penalty", {"length_penalty": float("nan")}),
+    ("length_penalty", {"length_penalty": 10**400}),
+    ("length_penalty", {"length_penalty": -1000.0}),
     ("normalizer", {"normalizer": "softmax"}),
     ("temperature", {"temperature": 0.5}),
     ("n", {"num_return_sequences": 2, "n": 2}),
