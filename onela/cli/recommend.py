@@ -44,8 +44,9 @@ def recommend(
     vocabulary: VocabularyOption = None,
     beam_width: Annotated[int, typer.Option(help="Beams kept after each step.")] = BeamParams.beam_width,
     num_return_sequences: Annotated[
-        int, typer.Option("--num-return-sequences", "-n", help="Items to return.")
-    ] = 10,
+        int | None,
+        typer.Option("--num-return-sequences", "-n", help="Items to return; default: 10."),
+    ] = None,
     normalizer: Annotated[str, typer.Option(help="level, allowed or vocabulary.")] = BeamParams.normalizer,
     length_penalty: Annotated[float, typer.Option(help="0 keeps the sum.")] = BeamParams.length_penalty,
     device: DeviceOption = None,
@@ -57,7 +58,9 @@ def recommend(
     params = BeamParams.parse(
         {
             "beam_width": beam_width,
-            "num_return_sequences": min(num_return_sequences, beam_width),
+            "num_return_sequences": min(10, beam_width)
+            if num_return_sequences is None
+            else num_return_sequences,
             "normalizer": normalizer,
             "length_penalty": length_penalty,
         }

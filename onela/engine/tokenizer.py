@@ -14,9 +14,11 @@ def load_tokenizer(path: str | Path) -> Any:
     """Load the tokenizer of a directory; None when it has none.
 
     Raises:
-        CheckpointError: the tokenizer is there and cannot be loaded.
+        CheckpointError: no such directory, or the tokenizer is there and cannot be loaded.
     """
     directory = Path(path)
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory}: no such directory")
     if not any((directory / name).exists() for name in FILES):
         return None
     from transformers import AutoTokenizer

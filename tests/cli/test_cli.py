@@ -69,6 +69,9 @@ def test_recommend(files: dict[str, str]) -> None:
     table = run("recommend", *arguments(files), "--tokens", "1,2,3", "-n", "3").stdout
     assert "Film" in table
     assert "cum_logprob" in table
+    one_beam = [*arguments(files), "--tokens", "1", "--beam-width", "1"]
+    assert "1 items (stop)" in run("recommend", *one_beam).stdout
+    assert "num_return_sequences: at most" in run("recommend", *one_beam, "-n", "2", code=2).stderr
 
 
 def test_recommend_from_a_file_and_from_standard_input(files: dict[str, str], tmp_path: Path) -> None:
@@ -146,6 +149,11 @@ def test_errors_are_one_line_and_exit_code_2(files: dict[str, str]) -> None:
         error = run(*args, code=2).stderr.strip()
         assert error.startswith("onela: ")
         assert len(error.splitlines()) == 1, error
+
+
+def test_a_checkpoint_that_is_not_there_is_called_so() -> None:
+    for command in (["recommend", "/nowhere", "--tokens", "1"], ["catalog", "inspect", "/nowhere"]):
+        assert run(*command, code=2).stderr.strip() == "onela: /nowhere: no such directory"
 
 
 def test_version_and_help() -> None:
