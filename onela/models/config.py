@@ -164,15 +164,18 @@ class ConfigReader:
     def rope(self, head_dim: int) -> tuple[float, int]:
         """Base and rotated dimensions of the rotary embedding, from the new spelling or the old one."""
         rope = self.values.get("rope_parameters") or self.values.get("rope_scaling") or {}
+        if not isinstance(rope, Mapping):
+            raise ConfigError(f"config.json: rope_parameters must be an object, got {rope!r}")
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind not in ("default", "mrope"):
             raise ConfigError(f"config.json: rope_type = {kind!r} is not supported, only 'default'")
-        theta = rope.get("rope_theta", self.values.get("rope_theta", self.defaults["rope_theta"]))
-        factor = rope.get(
-            "partial_rotary_factor",
-            self.values.get("partial_rotary_factor", self.defaults["partial_rotary_factor"]),
-        )
-        return float(theta), int(head_dim * float(factor))
+        # What stands in the object goes before what stands beside it.
+        inner = {name: value for name, value in rope.items() if value is not None}
+        reader = ConfigReader({**self.values, **inner}, self.defaults)
+        theta = reader.number("rope_theta")
+        if theta <= 0:
+            raise ConfigError(f"config.json: rope_theta must be above 0, got {theta!r}")
+        return theta, int(head_dim * reader.number("partial_rotary_factor"))
 
     def layer_types(self) -> tuple[str, ...]:
         """Kind of each layer: listed, or one full-attention layer in every `full_attention_interval`."""
@@ -181,6 +184,8 @@ class ConfigReader:
         if listed is None:
             interval = self.integer("full_attention_interval")
             return tuple(LINEAR if (i + 1) % interval else FULL for i in range(count))
+        if not isinstance(listed, (list, tuple)):
+            raise ConfigError(f"config.json: layer_types must be a list, got {listed!r}")
         if len(listed) != count:
             raise ConfigError(
                 f"config.json: layer_types names {len(listed)} layers, num_hidden_layers is {count}"

@@ -63,13 +63,8 @@ class Qwen3(CausalLM):
 
 def _refuse_windows(reader: ConfigReader, num_layers: int) -> None:
     """Raise `ConfigError` when any layer looks back only so far. A window that is named but off does not matter."""
-    listed = reader.values.get("layer_types")
-    if listed is not None:
-        if len(listed) != num_layers:
-            raise ConfigError(
-                f"config.json: layer_types names {len(listed)} layers, num_hidden_layers is {num_layers}"
-            )
-        for layer_type in listed:
+    if reader.values.get("layer_types") is not None:
+        for layer_type in reader.layer_types():
             if layer_type != FULL:
                 raise ConfigError(
                     f"config.json: layer_types: {layer_type!r} is not supported in a qwen3 model, only {FULL!r}"

@@ -24,7 +24,11 @@ def tensor_files(directory: Path) -> list[Path]:
     index = directory / "model.safetensors.index.json"
     if index.exists():
         weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
+        if (
+            not isinstance(weight_map, dict)
+            or not weight_map
+            or not all(isinstance(name, str) for name in weight_map.values())
+        ):
             raise CheckpointError(f"{index}: no weight_map")
         files = [directory / name for name in sorted(set(weight_map.values()))]
     else:

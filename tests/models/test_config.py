@@ -94,6 +94,7 @@ class TestReader:
             ({"rope_parameters": {"rope_theta": 1e7}, "partial_rotary_factor": 0.5}, (1e7, 8)),
             ({"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 0]}, "rope_theta": 1e6}, (1e6, 4)),
             ({"rope_scaling": None, "rope_theta": 1e6}, (1e6, 4)),
+            ({"rope_parameters": {"rope_theta": None}, "rope_theta": None}, (1e4, 4)),
         ],
     )
     def test_rope_in_both_spellings(self, values: dict[str, Any], expected: tuple[float, int]) -> None:
@@ -108,6 +109,20 @@ class TestReader:
         with pytest.raises(ConfigError, match="rope_type = 'yarn' is not supported"):
             reader.rope(16)
 
+    @pytest.mark.parametrize(
+        ("values", "message"),
+        [
+            ({"rope_parameters": 5}, "rope_parameters must be an object, got 5"),
+            ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta must be a number, got 'x'"),
+            ({"rope_theta": 0}, "rope_theta must be above 0, got 0.0"),
+            ({"partial_rotary_factor": "half"}, "partial_rotary_factor must be a number, got 'half'"),
+        ],
+    )
+    def test_unusable_rope(self, values: dict[str, Any], message: str) -> None:
+        reader = ConfigReader(values, {"rope_theta": 1e4, "partial_rotary_factor": 1.0})
+        with pytest.raises(ConfigError, match=message):
+            reader.rope(16)
+
     def test_layer_types(self) -> None:
         defaults = {"full_attention_interval": 4}
         reader = ConfigReader({"num_hidden_layers": 5}, defaults)
@@ -118,6 +133,9 @@ class TestReader:
         assert reader.layer_types() == (FULL, LINEAR)
         reader = ConfigReader({"num_hidden_layers": 3, "layer_types": [FULL, LINEAR]}, defaults)
         with pytest.raises(ConfigError, match="layer_types names 2 layers, num_hidden_layers is 3"):
+            reader.layer_types()
+        reader = ConfigReader({"num_hidden_layers": 2, "layer_types": "ab"}, defaults)
+        with pytest.raises(ConfigError, match="layer_types must be a list, got 'ab'"):
             reader.layer_types()
 
 

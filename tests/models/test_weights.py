@@ -192,9 +192,10 @@ class TestFiles:
         with pytest.raises(CheckpointError, match=re.escape(message)):
             load_model(tmp_path)
 
-    def test_an_empty_index(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("index", [{"metadata": {}}, {"weight_map": {}}, {"weight_map": {"a": 3}}])
+    def test_an_unusable_index(self, tmp_path: Path, index: dict[str, object]) -> None:
         save_qwen3(tmp_path)
-        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}}))
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
         with pytest.raises(CheckpointError, match=r"index\.json: no weight_map"):
             load_model(tmp_path)
 
