@@ -128,14 +128,21 @@ class ServerConfig:
 
 
 def _check_options(config: Any) -> None:
-    """Refuse a value that is no choice of its option, or below its minimum."""
+    """Refuse a value that is no choice of its option, below its minimum, or of the wrong kind."""
     for option in dataclasses.fields(config):
         value = getattr(config, option.name)
         allowed = CHOICES.get(option.name)
         if allowed is not None and value not in allowed:
             raise ConfigError(f"{option.name}: {value!r} is none of {', '.join(allowed)}")
+        if isinstance(option.default, bool) and not isinstance(value, bool):
+            raise ConfigError(f"{option.name}: true or false is expected, got {value!r}")
         minimum = option.metadata["minimum"]
-        if minimum is None or (value is None and option.default is None):
+        if value is None and option.default is None:
+            continue
+        if minimum is None:
+            # An empty key or token would let everybody in, and an empty directory is no limit.
+            if option.default is None and (not isinstance(value, str) or not value):
+                raise ConfigError(f"{option.name}: text is expected, got {value!r}; leave it out for none")
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise ConfigError(f"{option.name}: a whole number >= {minimum} is expected, got {value!r}")

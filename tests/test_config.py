@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from onela import ConfigError, EngineConfig
+from onela.config import ServerConfig
 
 
 def test_environment_then_arguments() -> None:
@@ -26,6 +27,8 @@ def test_environment_then_arguments() -> None:
         ({}, {"max_slots": -1}, "max_slots"),
         ({}, {"recurrent_backend": "mamba"}, "recurrent_backend"),
         ({}, {"record_dtype": "fp8"}, "record_dtype"),
+        ({}, {"cuda_graphs": "no"}, "cuda_graphs"),
+        ({"ONELA_CUDA_GRAPHS": "perhaps"}, {}, "ONELA_CUDA_GRAPHS"),
         ({}, {"beams": 3}, "beams"),
     ],
 )
@@ -34,6 +37,18 @@ def test_unusable_values_are_named(environ: dict[str, str], options: dict[str, A
         EngineConfig.from_env(environ, **options)
 
 
-def test_every_option_says_what_it_is() -> None:
-    for option in dataclasses.fields(EngineConfig):
+@pytest.mark.parametrize("name", ["api_key", "admin_token", "catalog_dir"])
+def test_an_empty_secret_or_directory_is_refused(name: str) -> None:
+    """An empty key would be the key of everyone who gives none."""
+    with pytest.raises(ConfigError, match=name):
+        ServerConfig.from_env({f"ONELA_SERVE_{name.upper()}": ""})
+    with pytest.raises(ConfigError, match=name):
+        ServerConfig(**{name: ""})
+    assert getattr(ServerConfig.from_env({f"ONELA_SERVE_{name.upper()}": "x"}), name) == "x"
+    assert getattr(ServerConfig(), name) is None
+
+
+@pytest.mark.parametrize("config", [EngineConfig, ServerConfig])
+def test_every_option_says_what_it_is(config: type[EngineConfig] | type[ServerConfig]) -> None:
+    for option in dataclasses.fields(config):
         assert option.metadata["help"], option.name
