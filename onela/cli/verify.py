@@ -39,7 +39,10 @@ def verify(
     dtype: DtypeOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Run all backends on a checkpoint and print the largest difference; exit code 1 above the tolerance."""
+    """Run all backends on a checkpoint and print the largest difference; exit code 1 above the tolerance.
+
+    A backend that has no SID in common with the others is above every tolerance.
+    """
     engine = load_engine(model, catalog, vocabulary, device=device, dtype=dtype)
     generator = torch.Generator().manual_seed(seed)
     size = engine.model.config.vocab_size
@@ -72,5 +75,5 @@ def verify(
             f"{num_requests} requests, beam width {beam_width}, against full_state_copy", columns, rows
         )
         print(f"largest difference {worst:.2e}, tolerance {tolerance:.0e}")
-    if worst > tolerance:
+    if not all(line.within(tolerance) for line in differences):
         raise typer.Exit(1)

@@ -36,6 +36,10 @@ class BackendDifference:
     max_score_difference: float
     state_bytes: int
 
+    def within(self, tolerance: float) -> bool:
+        """Whether there were scores to compare, and none of them is further off than `tolerance`."""
+        return self.overlap > 0 and self.max_score_difference <= tolerance
+
 
 def verify_backends(
     engine: Engine, requests: Sequence[Request], params: BeamParams
@@ -49,7 +53,12 @@ def verify_backends(
     for name, options in VARIANTS:
         config = dataclasses.replace(engine.config, **options)
         variant = Engine(
-            engine.model, engine.vocabulary, engine.catalog, config=config, tokenizer=engine.tokenizer
+            engine.model,
+            engine.vocabulary,
+            engine.catalog,
+            config=config,
+            tokenizer=engine.tokenizer,
+            prompt_options=engine.prompt_encoder.options,
         )
         runs[name] = (variant.generate(requests, params), variant.state.backend.nbytes)
     expected = runs["full_state_copy"][0]
