@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from onela.engine import Engine
-from onela.errors import CheckpointError, ConfigError
+from onela.errors import ConfigError
 from onela.items import SidVocabulary
 
 ModelPath = Annotated[
@@ -62,14 +62,15 @@ def read_vocabulary(path: Path) -> SidVocabulary:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read a JSONL file of objects, `-` for standard input. Raises `CheckpointError` that names the line."""
+    """Read a JSONL file of objects, `-` for standard input. Raises `ConfigError` that names the line."""
     name = "standard input" if str(path) == "-" else str(path)
     try:
         text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{name}: not readable ({error})") from None
+        raise ConfigError(f"{name}: not readable ({error})") from None
     rows = []
-    for number, line in enumerate(text.splitlines(), 1):
+    # Not `splitlines`: a string in JSON may hold other separators of lines as they are.
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
@@ -87,11 +88,11 @@ def print_json(value: Any) -> None:
     typer.echo(json.dumps(value, ensure_ascii=False))
 
 
-def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
-    """Print a table; the first column is text, the others are numbers."""
+def print_table(title: str, columns: list[str], rows: list[list[str]], *, num_text: int = 1) -> None:
+    """Print a table; the first `num_text` columns are text, the others are numbers."""
     table = Table(title=title, title_justify="left")
     for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i == 0 else "right", no_wrap=i == 0)
+        table.add_column(column, justify="left" if i < num_text else "right", no_wrap=i == 0)
     for row in rows:
         table.add_row(*row)
     console.print(table)
