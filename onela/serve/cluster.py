@@ -71,8 +71,9 @@ class ClusterSpec:
             raise ConfigError(f"replicas: at least 1 is needed, got {self.replicas}")
         if self.max_replicas is not None and self.max_replicas < self.replicas:
             raise ConfigError(f"max_replicas: {self.max_replicas} is less than replicas = {self.replicas}")
-        EngineConfig(**self.engine)
-        ServerConfig(**self.server)
+        # Unknown options are refused here too, by name.
+        EngineConfig.from_env({}, **self.engine)
+        ServerConfig.from_env({}, **self.server)
 
     def build(self) -> Engine:
         """Load the engine of one replica."""

@@ -50,7 +50,10 @@ class Shared(Body):
 
     def make_request(self, config: ServerConfig, params: BeamParams, **prompt: Any) -> Request:
         """The engine's request, once the server's limits are kept. Raises `RequestError`."""
-        _limit("beam_width", max(params.beam_width_array or (params.beam_width,)), config.max_beam_width)
+        if params.beam_width_array is not None:
+            _limit("beam_width_array", max(params.beam_width_array), config.max_beam_width)
+        else:
+            _limit("beam_width", params.beam_width, config.max_beam_width)
         for name, value in prompt.items():
             size = sum(len(m["content"]) for m in value) if name == "messages" else len(value)
             if isinstance(value, list) and name != "messages":
@@ -128,7 +131,9 @@ class OpenAIRequest(Shared):
     def beam_params(self, config: ServerConfig, num_levels: int) -> BeamParams:
         """Options of the beam search. Raises `RequestError`."""
         if self.temperature not in (None, 0, 1):
-            raise RequestError("temperature", "0 or 1 is expected, a beam search does not sample")
+            raise RequestError(
+                "temperature", "0 or 1 is expected, a beam search does not sample", value=self.temperature
+            )
         if self.model != config.model_name:
             raise RequestError("model", f"this server has {config.model_name!r}", value=self.model)
         if self.user is not None and self.session_id is None:

@@ -104,7 +104,7 @@ def test_text_and_messages(client: httpx.Client) -> None:
         ({"beam_width": 201}, "beam_width"),
         ({"n": 21}, "num_return_sequences"),
         ({"n": 5, "num_return_sequences": 5}, "n"),
-        ({"beam_width_array": [5, 201, 5]}, "beam_width"),
+        ({"beam_width_array": [5, 201, 5]}, "beam_width_array"),
         ({"max_tokens": 4}, "max_tokens"),
         ({"colour": 1}, "colour"),
         ({"prompt": "and text"}, "prompt_token_ids"),
