@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -113,6 +114,7 @@ class Engine:
         self.cache = PromptCache(self.config, prompts) if self.config.prompt_cache_bytes else None
         self.scheduler = Scheduler(self.config, prompts, records, cache=self.cache)
         self.catalogs = Catalogs(catalog, vocabulary, self.device)
+        self._generating = threading.RLock()
 
     @property
     def served(self) -> ServedCatalog:
@@ -166,7 +168,7 @@ class Engine:
         )
 
     def generate(self, requests: Sequence[Request], params: BeamParams | None = None) -> list[Result]:
-        """Answer several requests together.
+        """Answer several requests together. Calls from several threads take turns.
 
         Args:
             requests: any number, of any lengths and widths.
@@ -180,6 +182,10 @@ class Engine:
             DeadlineError: a request's `timeout_s` is over. EngineError: a step failed unexpectedly.
         The engine is usable after any of them.
         """
+        with self._generating:
+            return self._generate(requests, params)
+
+    def _generate(self, requests: Sequence[Request], params: BeamParams | None) -> list[Result]:
         active = [self.prepare(request, params) for request in requests]
         queue = deque(request for request in active if request.outcome is None)
         for request in queue:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -333,6 +334,16 @@ def test_bad_logits_of_other_tokens_fail_what_is_normalised_over_them(
     with pytest.raises(onela.NumericsError, match="logits"):
         engine.generate([request], BeamParams(beam_width=8, normalizer="vocabulary"))
     assert len(engine.generate([request], BeamParams(beam_width=8))[0].items) == 8
+
+
+def test_threads_take_turns(engine: Engine) -> None:
+    requests = [Request(prompt_token_ids=random_prompt(20, seed=i)) for i in range(3)]
+    expected = engine.generate(requests)
+    with ThreadPoolExecutor(3) as pool:
+        answers = list(pool.map(lambda _: engine.generate(requests), range(6)))
+    assert answers == [expected] * 6
+    assert engine.state.records.slots.num_taken == 0
+    assert engine.state.prompts.places.num_taken == 0
 
 
 def test_everything_is_given_back(engine: Engine) -> None:
