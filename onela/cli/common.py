@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from onela.engine import Engine
+from onela.engine.examples import json_rows
 from onela.errors import ConfigError
 from onela.items import SidVocabulary
 
@@ -68,19 +69,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{name}: not readable ({error})") from None
-    rows = []
-    # Not `splitlines`: a string in JSON may hold other separators of lines as they are.
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(f"{name}, line {number}: not JSON ({error})") from None
-        if not isinstance(row, dict):
-            raise ConfigError(f"{name}, line {number}: an object is expected, found {type(row).__name__}")
-        rows.append(row)
-    return rows
+    return [row for _, row in json_rows(text, name)]
 
 
 def print_json(value: Any) -> None:

@@ -93,7 +93,7 @@ def _print_result(number: int, result: Result) -> None:
     name = result.request_id or f"Request {number}"
     usage = result.usage
     title = f"{name}: {len(rows)} items ({result.finish_reason}), {usage.prompt_tokens} prompt tokens"
-    print_table(title, ["SID", "item", "title", "cum_logprob"], rows)
+    print_table(title, ["SID", "item", "title", "cum_logprob"], rows, num_text=3)
 
 
 def _parse_tokens(text: str) -> list[int]:
