@@ -40,9 +40,13 @@ def save(parts: Assembled, path: str | os.PathLike[str]) -> None:
         new = staging / "new"
         new.mkdir()
         _write(parts, new)
-        if target.is_dir():
-            target.rename(staging / "old")
-        new.rename(target)
+        old = target.rename(staging / "old") if target.is_dir() else None
+        try:
+            new.rename(target)
+        except OSError:
+            if old is not None:
+                old.rename(target)
+            raise
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 

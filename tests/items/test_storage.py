@@ -61,6 +61,26 @@ def test_a_failed_save_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.Mo
     assert [file.name for file in tmp_path.iterdir()] == ["catalog"]
 
 
+def test_a_save_that_fails_at_its_last_move_puts_the_old_one_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "catalog"
+    old = ItemCatalog.from_items(ITEMS)
+    old.save(path)
+    rename = Path.rename
+
+    def broken(self: Path, target: Path) -> Path:
+        if self.name == "new":
+            raise OSError("no right to")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", broken)
+    with pytest.raises(OSError, match="no right to"):
+        ItemCatalog.from_items(ITEMS[:1]).save(path)
+    assert ItemCatalog.load(path).version == old.version
+    assert [file.name for file in tmp_path.iterdir()] == ["catalog"]
+
+
 def test_texts_of_no_length(tmp_path: Path) -> None:
     """An empty buffer cannot be mapped."""
     ItemCatalog.from_items([CatalogItem("", (0,), "")]).save(tmp_path / "c")
