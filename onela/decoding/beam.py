@@ -12,8 +12,6 @@ from onela.items import DeviceTrie
 from onela.ops.beam_select import beam_select
 from onela.ops.indexing import device_tensor
 
-NEG_INF = float("-inf")
-
 
 @dataclass(frozen=True)
 class Beams:

@@ -151,13 +151,23 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not readable ({error})") from None
+    return json_rows(text, str(path))
+
+
+def json_rows(text: str, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The objects of a text with one per line, and the lines' numbers. Raises `ConfigError` that names the line.
+
+    Args:
+        name: what the text is called in errors.
+    """
+    # Not `splitlines`: a string in JSON may hold other separators of lines as they are.
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise ConfigError(f"{path}, line {number}: not JSON ({error})") from None
+            raise ConfigError(f"{name}, line {number}: not JSON ({error})") from None
         if not isinstance(row, dict):
-            raise ConfigError(f"{path}, line {number}: an object is expected, found {type(row).__name__}")
+            raise ConfigError(f"{name}, line {number}: an object is expected, found {type(row).__name__}")
         yield number, row

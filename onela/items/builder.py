@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from onela.errors import CatalogError, VocabularyError
-from onela.items.columns import CatalogColumns, IdColumn, StringColumn
+from onela.items.columns import CatalogColumns, IdColumn, StringColumn, is_unicode
 from onela.items.sid_text import MAX_CODE, parse_sid_text
 from onela.items.vocabulary import SidVocabulary
 
@@ -249,7 +249,7 @@ class CatalogBuilder:
             return StringColumn.from_strings(strings)
         except UnicodeEncodeError:
             for row, text in enumerate(strings):
-                if text is not None and not _encodable(text):
+                if text is not None and not is_unicode(text):
                     self._fail(f"{field}: {text!r} is not valid Unicode", lines[row])
             raise
 
@@ -301,11 +301,3 @@ def add_record(builder: CatalogBuilder, record: Mapping[str, Any], line: int) ->
 def to_json(value: Any) -> str:
     """Metadata as it is stored: one spelling, so that the same values give the same version."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-
-
-def _encodable(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

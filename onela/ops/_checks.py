@@ -6,9 +6,6 @@ from torch import Tensor
 
 from onela.errors import DtypeError, ShapeError
 
-PAD = -1
-"""The index that means: read nothing, write nothing, output zero."""
-
 
 def check_shape(name: str, tensor: Tensor, *expected: int | None) -> None:
     """Raise `ShapeError` unless `tensor` has the expected shape (None: any size)."""

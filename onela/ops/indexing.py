@@ -8,6 +8,9 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
+PAD = -1
+"""The index that means: read nothing, write nothing, output zero."""
+
 
 class RowIndex(TypedDict):
     """The five tensors by which an op finds each row's past; described at `replay_step_ref`."""

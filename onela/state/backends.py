@@ -10,11 +10,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import get_args
 
 import torch
 from torch import Tensor
 
+from onela.config import CheckpointMode, FullStateMode, RecurrentBackendName
 from onela.errors import ConfigError
 from onela.ops.gated_delta import (
     full_state_step,
@@ -32,9 +33,9 @@ from onela.state.pools import GrowingTensors
 from onela.state.prompt import PromptPool
 from onela.state.records import Records
 
-BackendName = Literal["replay", "full_state", "replay_ssm"]
+BackendName = RecurrentBackendName
+BACKENDS: tuple[BackendName, ...] = get_args(RecurrentBackendName)
 CHECKPOINT_ROWS = "checkpoint_rows"
-BACKENDS: tuple[BackendName, ...] = ("replay", "full_state", "replay_ssm")
 
 
 @dataclass(frozen=True)
@@ -387,8 +388,8 @@ def make_backend(
     *,
     dtype: torch.dtype,
     record_dtype: torch.dtype,
-    full_state_mode: Literal["copy", "read_parent"] = "copy",
-    replay_ssm_checkpoint: Literal["per_beam", "shared"] = "per_beam",
+    full_state_mode: FullStateMode = "copy",
+    replay_ssm_checkpoint: CheckpointMode = "per_beam",
 ) -> RecurrentBackend:
     """Build a backend by name. Raises `ConfigError` for a name that is none of `BACKENDS`."""
     if name == "replay":

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from onela.ops.indexing import gather_rows
-
-PAD = -1
+from onela.ops.indexing import PAD, gather_rows
 
 
 @dataclass(frozen=True)
