@@ -258,8 +258,9 @@ def run_faults(arguments: argparse.Namespace) -> None:
         out=arguments.out,
         **{name: value for name, value in outcome.items() if name not in ("wrong", "lost")},
     )
-    if outcome["wrong"] or outcome["lost"] or outcome["memory_growth_mib"] > 64:
-        raise SystemExit("requests were lost or wrong, or memory grew")
+    leaked = outcome["places_held_afterwards"] > 0 or outcome["memory_growth_mib"] > 64
+    if outcome["wrong"] or outcome["lost"] or leaked:
+        raise SystemExit("requests were lost or wrong, places are still held, or memory grew")
 
 
 async def _faults(
