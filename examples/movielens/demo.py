@@ -123,8 +123,8 @@ def show_users(
         target = data.titles[int(held.targets[user])]
         table = Table(title=f"User {data.user_ids[user]}", title_justify="left")
         table.add_column("last watched, latest first", no_wrap=True, max_width=29)
-        table.add_column("recommended", no_wrap=True, max_width=37)
-        table.add_column("score", justify="right", no_wrap=True, min_width=5)
+        table.add_column("recommended", no_wrap=True, max_width=36)
+        table.add_column("score", justify="right", no_wrap=True)
         for place in range(TOP):
             item = result.items[place]
             mark = "(next!) " if item.title == target else ""
