@@ -61,6 +61,6 @@ $(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
 
 # recbole carries MovieLens-100K; only its data are used, so none of its dependencies.
 $(VENV)/.demo: pyproject.toml | $(VENV)/bin/python
-	$(PIP) "$(TORCH)" -e ".[demo]"
+	$(PIP) "$(TORCH)" -e ".[demo,serve]"
 	$(PIP) --no-deps recbole==1.2.1
 	@touch $@

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -47,6 +48,8 @@ def main() -> None:
     build: Path = options.build
     build.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(2)
+    # Its bars for the one small file of weights would stand between ours.
+    transformers.logging.disable_progress_bar()
 
     data = load_movielens()
     held = split(data, "test")

@@ -46,6 +46,8 @@ def make_tokenizer(tokens: SidTokens) -> PreTrainedTokenizerFast:
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=words,
+        # Named, so that a prompt of ordinary words can be seen to have none that the model knows.
+        unk_token="<pad>",
         pad_token="<pad>",
         bos_token="<bos>",
         padding_side="left",

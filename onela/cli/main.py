@@ -3,26 +3,47 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
-from onela.cli import capacity, catalog, evaluate, recommend, serve, verify, version
+from onela._version import __version__
+from onela.cli import capacity, catalog, evaluate, recommend, serve, verify
+from onela.cli.version import version as print_versions
 from onela.errors import OneLAError
 
 typer_app = typer.Typer(
     name="onela",
-    help="Exact wide-beam decoding for generative recommenders.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@typer_app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print OneLA's version and leave."
+        ),
+    ] = False,
+) -> None:
+    """Exact wide-beam decoding for generative recommenders."""
+
+
 typer_app.command("recommend")(recommend.recommend)
 typer_app.command("serve")(serve.serve)
 typer_app.command("capacity")(capacity.capacity)
 typer_app.command("verify")(verify.verify)
 typer_app.command("evaluate")(evaluate.evaluate_command)
-typer_app.command("version")(version.version)
+typer_app.command("version")(print_versions)
 typer_app.add_typer(catalog.catalog_app, name="catalog")
 
 

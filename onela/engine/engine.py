@@ -186,6 +186,8 @@ class Engine:
             return self._generate(requests, params)
 
     def _generate(self, requests: Sequence[Request], params: BeamParams | None) -> list[Result]:
+        if isinstance(requests, Request):
+            raise RequestError("requests", "a list of Request is expected, not one", value=requests)
         active = [self.prepare(request, params) for request in requests]
         queue = deque(request for request in active if request.outcome is None)
         for request in queue:
@@ -245,6 +247,12 @@ class Engine:
             RequestError: it is malformed.
         """
         arrived_at = self.scheduler.clock()
+        if not isinstance(request, Request):
+            raise RequestError("requests", "a list of Request is expected", value=request)
+        if not isinstance(params, BeamParams | None):
+            raise RequestError(
+                "params", "a BeamParams is expected; BeamParams.parse takes a mapping", value=params
+            )
         params = request.params or params or BeamParams()
         tokens = self.prompt_encoder.encode(request)
         asked_widths = params.widths(self.vocabulary.num_levels)

@@ -61,7 +61,13 @@ class PromptEncoder:
     def encode(self, request: Request) -> list[int]:
         """The prompt's tokens. Raises `RequestError` that names the field."""
         if request.prompt_token_ids is not None:
-            return self._check("prompt_token_ids", list(request.prompt_token_ids))
+            try:
+                tokens = list(request.prompt_token_ids)
+            except TypeError:
+                raise RequestError(
+                    "prompt_token_ids", "a list of whole numbers is expected", value=request.prompt_token_ids
+                ) from None
+            return self._check("prompt_token_ids", tokens)
         if request.messages is not None:
             field, tokens = "messages", self._chat("messages", request.messages)
         else:

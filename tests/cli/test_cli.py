@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 
+import onela
 from onela.cli.main import app
 from tests.engine.helpers import random_sids, save_qwen3_5, vocabulary_of
 
@@ -158,6 +159,7 @@ def test_a_checkpoint_that_is_not_there_is_called_so() -> None:
 
 def test_version_and_help() -> None:
     assert json.loads(run("version", "--json").stdout)["onela"]
+    assert run("--version").stdout.strip() == onela.__version__
     text = run("--help").stdout
     for command in ("recommend", "capacity", "catalog", "verify", "version"):
         assert command in text

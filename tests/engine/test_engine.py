@@ -304,6 +304,23 @@ def test_bad_options_name_the_field(field: str, options: dict[str, Any]) -> None
     assert field in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("field", "requests", "params"),
+    [
+        ("requests", ["text"], None),
+        ("requests", Request(prompt_token_ids=[1]), None),
+        ("params", [Request(prompt_token_ids=[1])], {"beam_width": 3}),
+        ("prompt_token_ids", [Request(prompt_token_ids=5)], None),  # type: ignore[arg-type]
+    ],
+)
+def test_other_engines_habits_are_refused_by_name(
+    engine: Engine, field: str, requests: Any, params: Any
+) -> None:
+    with pytest.raises(onela.RequestError) as caught:
+        engine.generate(requests, params)
+    assert caught.value.field == field
+
+
 def test_more_tokens_than_levels_are_refused(engine: Engine) -> None:
     with pytest.raises(onela.RequestError, match=r"max_tokens.*3"):
         engine.generate([Request(prompt_token_ids=[1])], BeamParams(max_tokens=4))
