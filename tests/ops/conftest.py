@@ -1,14 +1,9 @@
-"""Without a GPU the kernels run under Triton's interpreter; that is decided when a kernel's module is imported."""
+"""Where the ops' tests run: on a GPU when there is one, else on the CPU, the kernels under Triton's interpreter."""
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(scope="session")

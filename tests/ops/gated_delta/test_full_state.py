@@ -9,7 +9,9 @@ from torch import Tensor
 from onela.errors import DtypeError, ShapeError
 from onela.ops.gated_delta.full_state import full_state_step_triton, reorder_states
 from onela.ops.gated_delta.reference import full_state_step_ref
-from tests.ops.gated_delta.scenario import PAD, Sizes, int32, random_rows, random_state
+from onela.ops.indexing import PAD
+from tests.ops.gated_delta.scenario import Sizes, random_rows, random_state
+from tests.ops.trees import int32
 from tests.tolerances import REPLAY
 
 

@@ -10,7 +10,9 @@ from onela.errors import DtypeError, ShapeError
 from onela.ops.gated_delta.layer_step import gated_delta_layer_step_triton
 from onela.ops.gated_delta.layer_step_reference import gated_delta_layer_step_ref
 from onela.ops.gated_delta.reference import split_state
-from tests.ops.gated_delta.scenario import PAD, Sizes, grow_tree, random_state, step_index
+from onela.ops.indexing import PAD
+from tests.ops.gated_delta.scenario import Sizes, random_state
+from tests.ops.trees import grow_tree, step_index
 from tests.tolerances import LAYER_STEP
 
 # Triton's interpreter turns scalars into loop bounds in a way that numpy 1.25 deprecates.

@@ -14,17 +14,9 @@ from onela.ops.gated_delta.reference import (
     replay_step_ref,
     split_state,
 )
-from tests.ops.gated_delta.scenario import (
-    PAD,
-    Sizes,
-    Tree,
-    empty_records,
-    grow_tree,
-    int32,
-    random_rows,
-    random_state,
-    step_index,
-)
+from onela.ops.indexing import PAD
+from tests.ops.gated_delta.scenario import Sizes, empty_records, random_rows, random_state
+from tests.ops.trees import Tree, grow_tree, int32, step_index
 from tests.tolerances import EXACT_FP64
 
 SIZES = Sizes(H=2, HV=4, K=16, V=24)

@@ -10,16 +10,9 @@ from onela.errors import DtypeError, ShapeError
 from onela.ops.gated_delta._launch import ReplayConfig
 from onela.ops.gated_delta.reference import replay_step_ref, split_state
 from onela.ops.gated_delta.replay import choose_replay, launch_replay, replay_step_triton
-from tests.ops.gated_delta.scenario import (
-    PAD,
-    Sizes,
-    Tree,
-    empty_records,
-    grow_tree,
-    random_rows,
-    random_state,
-    step_index,
-)
+from onela.ops.indexing import PAD
+from tests.ops.gated_delta.scenario import Sizes, empty_records, random_rows, random_state
+from tests.ops.trees import Tree, grow_tree, step_index
 from tests.tolerances import REPLAY
 
 # Triton's interpreter turns scalars into loop bounds in a way that numpy 1.25 deprecates.

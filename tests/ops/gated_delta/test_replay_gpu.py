@@ -10,14 +10,8 @@ from torch import Tensor
 
 from onela.ops.gated_delta.reference import replay_step_ref, split_state
 from onela.ops.norm.reference import gated_rms_norm_ref
-from tests.ops.gated_delta.scenario import (
-    Sizes,
-    empty_records,
-    grow_tree,
-    random_rows,
-    random_state,
-    step_index,
-)
+from tests.ops.gated_delta.scenario import Sizes, empty_records, random_rows, random_state
+from tests.ops.trees import grow_tree, step_index
 
 pytest.importorskip("triton")
 from onela.ops.gated_delta.replay_hopper import HopperConfig, launch_hopper, supports_hopper

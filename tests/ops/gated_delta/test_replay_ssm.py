@@ -9,7 +9,9 @@ from torch import Tensor
 from onela.errors import DtypeError, ShapeError
 from onela.ops.gated_delta.reference import replay_ssm_step_ref
 from onela.ops.gated_delta.replay_ssm import replay_ssm_step_triton
-from tests.ops.gated_delta.scenario import PAD, Sizes, int32, random_rows, random_state
+from onela.ops.indexing import PAD
+from tests.ops.gated_delta.scenario import Sizes, random_rows, random_state
+from tests.ops.trees import int32
 from tests.tolerances import REPLAY
 
 # Triton's interpreter turns scalars into loop bounds in a way that numpy 1.25 deprecates.
