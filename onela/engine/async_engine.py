@@ -138,7 +138,12 @@ class AsyncEngine:
         """
         self._check_open()
         # Tokenizing and compiling filters take their time: neither the loop nor the worker shall wait for it.
-        active = await asyncio.to_thread(self.engine.prepare, request, params)
+        try:
+            active = await asyncio.to_thread(self.engine.prepare, request, params)
+        except OneLAError:
+            raise
+        except Exception as error:  # of a tokenizer's, say: it shall look like every other failure
+            raise EngineError(f"the request cannot be read: {type(error).__name__}: {error}") from error
         length = len(active.prompt_token_ids)
         if self.max_prompt_tokens is not None and length > self.max_prompt_tokens:
             given = (("prompt_token_ids", request.prompt_token_ids), ("prompt", request.prompt))

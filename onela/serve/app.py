@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from onela._version import __version__
 from onela.config import ServerConfig
 from onela.engine import AsyncEngine, Engine, Result
-from onela.errors import CancelledError, CatalogError, OneLAError
+from onela.errors import CancelledError, CatalogError, EngineError, OneLAError
 from onela.serve import openai, protocol
 from onela.serve.failures import classify, error_response, http_response, validation_response
 from onela.serve.metrics import CONTENT_TYPE, Metrics
@@ -71,10 +71,10 @@ class Server:
         """Count how a request ended."""
         if isinstance(outcome, Result):
             self.metrics.ended(outcome)
-        elif isinstance(outcome, OneLAError):
-            self.metrics.ended(classify(outcome)[2])
-        else:
+        elif isinstance(outcome, asyncio.CancelledError):
             self.metrics.ended("cancelled")
+        else:
+            self.metrics.ended(classify(outcome if isinstance(outcome, OneLAError) else EngineError())[2])
 
 
 async def unless_disconnected(http: Request, work: Awaitable[T]) -> T:

@@ -171,6 +171,25 @@ def test_nan_is_500_and_says_so_and_the_next_request_is_served(client: httpx.Cli
     assert client.get("/health").status_code == 200
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_nobody_foresaw_is_500_in_the_same_form(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
+    engine = text_engine()
+
+    def broken(*_: Any) -> Any:
+        raise KeyError("lost")
+
+    with serving(engine) as client:
+        prepare, engine.prepare = engine.prepare, broken  # type: ignore[method-assign]
+        response = client.post("/v1/recommend", json={**BODY, "stream": stream})
+        assert response.status_code == 500
+        assert response.json()["error"]["code"] == "engine_error"
+        assert "KeyError" in response.json()["error"]["message"]
+        assert metric(client, 'onela_requests_total{outcome="engine_error"}') == 1
+        engine.prepare = prepare  # type: ignore[method-assign]
+        assert client.post("/v1/recommend", json=BODY).status_code == 200
+    assert "KeyError" in caplog.text
+
+
 def read_events(response: httpx.Response) -> list[tuple[str, dict[str, Any]]]:
     events = []
     for block in response.read().decode().strip().split("\n\n"):
