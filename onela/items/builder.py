@@ -192,7 +192,7 @@ class CatalogBuilder:
     def _to_json(self, value: Any, line: int) -> str:
         try:
             return to_json(value)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             self.fail(f"metadata: {error}", line)
 
     # ---- blocks

@@ -11,7 +11,7 @@ import numpy as np
 
 from onela.errors import CatalogError, UnavailableError
 from onela.items.builder import CatalogBuilder, to_json
-from onela.items.columns import StringColumn
+from onela.items.columns import StringColumn, is_unicode
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -140,9 +140,12 @@ def _json_column(pa: ModuleType, builder: CatalogBuilder, column: Any, first: in
             texts.append(None)
             continue
         try:
-            texts.append(to_json(json.loads(value) if is_text else value))
-        except (TypeError, ValueError) as error:
+            text = to_json(json.loads(value) if is_text else value)
+        except (TypeError, ValueError, RecursionError) as error:
             builder.fail(f"metadata: {'not JSON text' if is_text else 'no JSON value'}: {error}", first + row)
+        if not is_unicode(text):
+            builder.fail(f"metadata: {text!r} is not valid Unicode", first + row)
+        texts.append(text)
     return StringColumn.from_strings(texts)
 
 

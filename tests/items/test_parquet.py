@@ -131,6 +131,12 @@ def test_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             2,
         ),
         ({"item_id": [1, 2, 3], "sid": SIDS, "metadata": ["1", "{", "2"]}, "metadata: not JSON text", 2),
+        (
+            {"item_id": [1, 2, 3], "sid": SIDS, "metadata": ["1", "2", "[" * 99_999]},
+            "metadata: not JSON text",
+            3,
+        ),
+        ({"item_id": [1, 2, 3], "sid": SIDS, "metadata": ["1", r'"\ud800"', "2"]}, "is not valid Unicode", 2),
         ({"item_id": [1, 2, 3], "sid": SIDS, "metadata": [b"x", b"y", b"z"]}, "metadata: no JSON value", 1),
         ({"item_id": [], "sid": pa.array([], pa.list_(pa.int64()))}, "no item in it", None),
     ],
