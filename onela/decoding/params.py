@@ -94,6 +94,8 @@ class BeamParams:
         Raises:
             RequestError: an option is unknown, given twice under two names, or has an unusable value.
         """
+        if not isinstance(options, Mapping):
+            raise RequestError("params", "a mapping of options is expected", value=options)
         known = {field.name for field in dataclasses.fields(cls)}
         values: dict[str, Any] = {}
         for name, value in options.items():

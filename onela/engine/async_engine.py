@@ -15,7 +15,7 @@ import torch
 from onela.decoding import BeamParams
 from onela.engine.active import ActiveRequest
 from onela.engine.engine import Engine
-from onela.engine.request import Request, Result
+from onela.engine.request import Request, Result, prompt_field
 from onela.errors import EngineError, OneLAError, QueueFullError, RequestError, UnavailableError
 
 logger = logging.getLogger(__name__)
@@ -146,9 +146,8 @@ class AsyncEngine:
             raise EngineError(f"the request cannot be read: {type(error).__name__}: {error}") from error
         length = len(active.prompt_token_ids)
         if self.max_prompt_tokens is not None and length > self.max_prompt_tokens:
-            given = (("prompt_token_ids", request.prompt_token_ids), ("prompt", request.prompt))
-            field = next((name for name, value in given if value is not None), "messages")
-            raise RequestError(field, f"at most {self.max_prompt_tokens} tokens", value=f"{length} tokens")
+            limit = f"at most {self.max_prompt_tokens} tokens"
+            raise RequestError(prompt_field(request), limit, value=f"{length} tokens")
         if isinstance(active.outcome, Result):
             return active.outcome
         active.observer = observer

@@ -18,7 +18,7 @@ from onela.engine.active import ActiveRequest
 from onela.engine.catalogs import Catalogs
 from onela.engine.prompt_cache import PromptCache
 from onela.engine.prompting import PromptEncoder, PromptOptions
-from onela.engine.request import Request, Result
+from onela.engine.request import Request, Result, prompt_field
 from onela.engine.results import empty_result, make_result
 from onela.engine.runner import Runner
 from onela.engine.scheduler import Batch, Scheduler
@@ -259,7 +259,7 @@ class Engine:
         limit = self.model.config.max_position_embeddings - len(asked_widths) + 1
         if len(tokens) > limit:
             raise RequestError(
-                "prompt_token_ids", f"at most {limit} tokens for this model", value=f"{len(tokens)} tokens"
+                prompt_field(request), f"at most {limit} tokens for this model", value=f"{len(tokens)} tokens"
             )
         served = self.served
         eligibility = served.compile(request)

@@ -84,7 +84,7 @@ class PromptEncoder:
             raise RequestError("prompt", "at least one character is needed", value=prompt)
         if self.options.chat_template:
             return self._chat("prompt", [{"role": "user", "content": prompt}])
-        return list(self._need("prompt")(prompt)["input_ids"])
+        return self._tokenize("prompt", prompt)
 
     def _chat(self, field: str, messages: Sequence[Mapping[str, str]]) -> list[int]:
         _check_messages(messages)
@@ -103,7 +103,15 @@ class PromptEncoder:
         except Exception as error:  # a template is a program of the checkpoint's, and may raise anything
             raise RequestError(field, f"the chat template refuses it: {error}") from error
         # The template has written all special tokens already.
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._tokenize(field, text, add_special_tokens=False)
+
+    def _tokenize(self, field: str, text: str, **options: Any) -> list[int]:
+        tokenizer = self._need(field)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(field, f"the text is not valid Unicode ({error.reason})") from None
+        return list(tokenizer(text, **options)["input_ids"])
 
     def _need(self, field: str) -> Any:
         if self.tokenizer is None:

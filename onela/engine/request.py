@@ -51,12 +51,23 @@ class Request:
             raise RequestError("priority", "a whole number is expected", value=self.priority)
         if self.timeout_s is not None and not (_is_number(self.timeout_s) and self.timeout_s > 0):
             raise RequestError("timeout_s", "a number of seconds above 0 is expected", value=self.timeout_s)
+        if self.params is not None and not isinstance(self.params, BeamParams):
+            raise RequestError(
+                "params", "a BeamParams is expected; BeamParams.parse takes a mapping", value=self.params
+            )
         if self.session_id is not None and not isinstance(self.session_id, str):
             raise RequestError("session_id", "text is expected", value=self.session_id)
         if sum(given is not None for given in (self.prompt_token_ids, self.prompt, self.messages)) != 1:
             raise RequestError(
                 "prompt_token_ids", "give exactly one of prompt_token_ids, prompt and messages"
             )
+
+
+def prompt_field(request: Request) -> str:
+    """Which of its fields holds a request's prompt, for errors about it."""
+    if request.prompt_token_ids is not None:
+        return "prompt_token_ids"
+    return "messages" if request.prompt is None else "prompt"
 
 
 def _is_number(value: Any) -> bool:

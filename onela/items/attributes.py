@@ -46,6 +46,8 @@ class AttributeIndex:
         Raises:
             RequestError: an attribute that no item has, or a value that is no scalar or list of scalars.
         """
+        if not isinstance(filter, Mapping) or not all(isinstance(name, str) for name in filter):
+            raise RequestError("filter", "a mapping of attributes' names to values is expected", value=filter)
         parsed = []
         for name in sorted(filter):
             field = f"filter.{name}"

@@ -262,6 +262,7 @@ BAD_REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("prompt", {"prompt": "there is no tokenizer here"}),
     ("prompt_token_ids", {}),
     ("session_id", {"prompt_token_ids": [1], "session_id": ["no", "text"]}),
+    ("params", {"prompt_token_ids": [1], "params": {"beam_width": 3}}),
     ("timeout_s", {"prompt_token_ids": [1], "timeout_s": 10**400}),
     ("timeout_s", {"prompt_token_ids": [1], "timeout_s": float("nan")}),
     ("prompt_token_ids", {"prompt_token_ids": [1], "prompt": "both"}),
@@ -294,6 +295,12 @@ BAD_PARAMS: list[tuple[str, dict[str, Any]]] = [
     ("temperature", {"temperature": 0.5}),
     ("n", {"num_return_sequences": 2, "n": 2}),
 ]
+
+
+@pytest.mark.parametrize("options", [["beam_width"], "beam_width", 5, None])
+def test_options_are_parsed_from_a_mapping(options: Any) -> None:
+    with pytest.raises(onela.RequestError, match="params: a mapping of options is expected"):
+        BeamParams.parse(options)
 
 
 @pytest.mark.parametrize(("field", "options"), BAD_PARAMS)

@@ -9,6 +9,7 @@ import pytest
 from onela import ConfigError, Request, RequestError, SidVocabulary
 from onela.engine.prompting import PromptEncoder, PromptOptions
 from tests.fixtures import make_tokenizer
+from tests.serve.helpers import text_engine
 
 SIDS = [f"<s_{level}_{code}>" for level in "ab" for code in range(3)]
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -156,6 +157,11 @@ class TestRefused:
         [
             ({"prompt": ""}, "prompt: at least one character is needed"),
             ({"prompt": 3}, "prompt: text is expected"),
+            ({"prompt": "a\ud800b"}, "prompt: the text is not valid Unicode"),
+            (
+                {"messages": [{"role": "user", "content": "\udfff"}]},
+                "messages: the text is not valid Unicode",
+            ),
             ({"prompt_token_ids": []}, "prompt_token_ids: at least one token is needed"),
             ({"prompt_token_ids": [1, 2.5]}, "prompt_token_ids: token 1 is not a whole number"),
             ({"prompt_token_ids": [1, 10000]}, "prompt_token_ids: token 1 lies outside the vocabulary"),
@@ -176,3 +182,17 @@ class TestRefused:
     def test_exactly_one_kind_of_prompt(self, given: dict[str, Any]) -> None:
         with pytest.raises(RequestError, match="give exactly one of prompt_token_ids, prompt and messages"):
             Request(**given)
+
+
+@pytest.mark.parametrize(
+    ("field", "prompt"),
+    [
+        ("prompt", "x" * 5000),
+        ("messages", [{"role": "user", "content": "x" * 5000}]),
+        ("prompt_token_ids", [5] * 5000),
+    ],
+)
+def test_a_prompt_too_long_for_the_model_is_named_as_it_was_given(field: str, prompt: Any) -> None:
+    with pytest.raises(RequestError, match=f"{field}: at most 4094 tokens for this model") as caught:
+        text_engine().prepare(Request(**{field: prompt}))
+    assert caught.value.field == field
