@@ -17,6 +17,7 @@ RecordDtype = Literal["auto", "float32", "bfloat16"]
 
 PREFIX = "ONELA_"
 SERVE_PREFIX = "ONELA_SERVE_"
+MAX_PORT = 65535
 
 
 def _option(default: Any, text: str, *, minimum: int | None = None) -> Any:
@@ -120,6 +121,8 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         _check_options(self)
+        if self.port > MAX_PORT:
+            raise ConfigError(f"port: a whole number <= {MAX_PORT} is expected, got {self.port}")
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> ServerConfig:
@@ -134,15 +137,17 @@ def _check_options(config: Any) -> None:
         allowed = CHOICES.get(option.name)
         if allowed is not None and value not in allowed:
             raise ConfigError(f"{option.name}: {value!r} is none of {', '.join(allowed)}")
-        if isinstance(option.default, bool) and not isinstance(value, bool):
-            raise ConfigError(f"{option.name}: true or false is expected, got {value!r}")
-        minimum = option.metadata["minimum"]
         if value is None and option.default is None:
             continue
+        if isinstance(option.default, bool):
+            if not isinstance(value, bool):
+                raise ConfigError(f"{option.name}: true or false is expected, got {value!r}")
+            continue
+        minimum = option.metadata["minimum"]
         if minimum is None:
-            # An empty key or token would let everybody in, and an empty directory is no limit.
-            if option.default is None and (not isinstance(value, str) or not value):
-                raise ConfigError(f"{option.name}: text is expected, got {value!r}; leave it out for none")
+            # Empty, a key would let everybody in, a host would listen everywhere, and a directory is no limit.
+            if not value or (option.default is None and not isinstance(value, str)):
+                raise ConfigError(f"{option.name}: text is expected, got {value!r}")
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise ConfigError(f"{option.name}: a whole number >= {minimum} is expected, got {value!r}")

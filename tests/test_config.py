@@ -28,6 +28,8 @@ def test_environment_then_arguments() -> None:
         ({}, {"recurrent_backend": "mamba"}, "recurrent_backend"),
         ({}, {"record_dtype": "fp8"}, "record_dtype"),
         ({}, {"cuda_graphs": "no"}, "cuda_graphs"),
+        ({}, {"device": None}, "device"),
+        ({"ONELA_DTYPE": ""}, {}, "dtype"),
         ({"ONELA_CUDA_GRAPHS": "perhaps"}, {}, "ONELA_CUDA_GRAPHS"),
         ({}, {"beams": 3}, "beams"),
     ],
@@ -37,15 +39,23 @@ def test_unusable_values_are_named(environ: dict[str, str], options: dict[str, A
         EngineConfig.from_env(environ, **options)
 
 
-@pytest.mark.parametrize("name", ["api_key", "admin_token", "catalog_dir"])
-def test_an_empty_secret_or_directory_is_refused(name: str) -> None:
-    """An empty key would be the key of everyone who gives none."""
+@pytest.mark.parametrize("port", [-1, 65536, "8000"])
+def test_a_port_that_does_not_exist_is_refused(port: Any) -> None:
+    with pytest.raises(ConfigError, match="port"):
+        ServerConfig(port=port)
+    assert ServerConfig(port=65535).port == 65535
+
+
+@pytest.mark.parametrize("name", ["api_key", "admin_token", "catalog_dir", "host", "model_name"])
+def test_an_empty_text_is_refused(name: str) -> None:
+    """An empty key would be the key of everyone who gives none, and an empty host every address."""
     with pytest.raises(ConfigError, match=name):
         ServerConfig.from_env({f"ONELA_SERVE_{name.upper()}": ""})
     with pytest.raises(ConfigError, match=name):
         ServerConfig(**{name: ""})
+    with pytest.raises(ConfigError, match="api_key: text is expected, got b'x'"):
+        ServerConfig(api_key=b"x")  # type: ignore[arg-type]
     assert getattr(ServerConfig.from_env({f"ONELA_SERVE_{name.upper()}": "x"}), name) == "x"
-    assert getattr(ServerConfig(), name) is None
 
 
 @pytest.mark.parametrize("config", [EngineConfig, ServerConfig])
