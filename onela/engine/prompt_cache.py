@@ -150,7 +150,7 @@ class PromptCache:
         return prompt
 
     def store(self, request: ActiveRequest) -> None:
-        """Keep the state of a prompt that stands at one of its stops."""
+        """Keep the state of a prompt that stands at one of its stops, if there is memory for a copy of it."""
         prompt = request.prompt
         assert prompt is not None
         count = prompt.num_tokens // self.interval
@@ -161,8 +161,11 @@ class PromptCache:
         if self.prompts.snapshot_nbytes + num_pages * self.prompts.page_nbytes > self.device_bytes:
             return
         pages = prompt.pages[:num_pages]
-        # First what needs memory: a page is shared only once nothing can fail any more.
-        entry = Entry(digests, prompt.num_tokens, self.prompts.snapshot(prompt), pages)
+        try:
+            state = self.prompts.snapshot(prompt)
+        except (torch.OutOfMemoryError, MemoryError):
+            return  # the prompt goes on as well without being kept
+        entry = Entry(digests, prompt.num_tokens, state, pages)
         self.prompts.pages.share(pages)
         self._pages.update(pages)
         self._prefixes.update(digests)
