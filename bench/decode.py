@@ -255,7 +255,7 @@ def main() -> None:
                     report(name, case, times, sizes, alone, share, difference, args)
                     if share < MIN_OVERLAP:
                         print(f"  GATE: {name} has {share:.2f} of the items of {args.arms[0]}", flush=True)
-                except Exception:
+                except Exception:  # the other arms are still worth their time
                     traceback.print_exc()
                 # Captured forwards and their engine hold each other.
                 gc.collect()
