@@ -46,11 +46,28 @@ def check(
 
 
 @catalog_app.command("inspect")
-def inspect(model: Annotated[Path, typer.Argument(help="Checkpoint directory with a tokenizer.")]) -> None:
+def inspect(
+    model: Annotated[Path, typer.Argument(help="Checkpoint directory with a tokenizer.")],
+    json_output: JsonOption = False,
+) -> None:
     """Print which tokens of a checkpoint were read as SID codes, level by level, to confirm."""
     found = _vocabulary(model, None)
     assert found is not None
-    typer.echo(found.describe())
+    if not json_output:
+        typer.echo(found.describe())
+        return
+    levels = [
+        {"level": level, "codes": found.codes(level).tolist(), "token_ids": found.token_ids(level).tolist()}
+        for level in range(found.num_levels)
+    ]
+    print_json(
+        {
+            "convention": found.convention,
+            "begin_token_id": found.begin_token_id,
+            "end_token_id": found.end_token_id,
+            "levels": levels,
+        }
+    )
 
 
 @catalog_app.command("convert")
@@ -71,6 +88,7 @@ def convert(
         bool,
         typer.Option("--keep-best", help="An item given twice keeps its heaviest SID instead of failing."),
     ] = False,
+    json_output: JsonOption = False,
 ) -> None:
     """Read a catalogue in any known format and write it in one of ours."""
     catalog = convert_catalog(
@@ -83,7 +101,18 @@ def convert(
         info=info,
         duplicates="best" if keep_best else "error",
     )
-    typer.echo(f"{target}: {catalog.num_items} items on {catalog.num_sids} SIDs, version {catalog.version}")
+    facts = {
+        "target": str(target),
+        "items": catalog.num_items,
+        "sids": catalog.num_sids,
+        "version": catalog.version,
+    }
+    if json_output:
+        print_json(facts)
+    else:
+        typer.echo(
+            f"{target}: {catalog.num_items} items on {catalog.num_sids} SIDs, version {catalog.version}"
+        )
 
 
 def _vocabulary(model: Path | None, vocabulary: Path | None) -> SidVocabulary | None:

@@ -17,6 +17,7 @@ import pytest
 import onela
 from onela.cli.main import app
 from tests.engine.helpers import random_sids, save_qwen3_5, vocabulary_of
+from tests.fixtures import save_minionerec
 
 SIZES = (5, 6, 4)
 
@@ -137,6 +138,14 @@ def test_catalog_convert(files: dict[str, str], tmp_path: Path) -> None:
         for target in ("items.parquet", "saved", "again.jsonl")
     }
     assert len(versions) == 1
+
+
+def test_catalog_inspect(tmp_path: Path) -> None:
+    model = str(save_minionerec(tmp_path).path)
+    report = json.loads(run("catalog", "inspect", model, "--json").stdout)
+    assert [level["level"] for level in report["levels"]] == [0, 1, 2]
+    assert all(len(level["codes"]) == len(level["token_ids"]) > 0 for level in report["levels"])
+    assert "levels" in run("catalog", "inspect", model).stdout
 
 
 def test_errors_are_one_line_and_exit_code_2(files: dict[str, str]) -> None:
