@@ -63,7 +63,7 @@ def beam_attention_ref(
     Writes: records_k and records_v at `slots`.
     Padding: rows whose slot is PAD, and rows past `cu_rows[-1]`, read and write nothing and give zeros.
     Aliasing: ancestors may repeat between rows; no slot that is written is read as an ancestor in the same launch.
-    Numerics: fp32 scores and softmax; the two parts are merged by log-sum-exp; deterministic.
+    Numerics: fp32 scores, one softmax over the prompt's keys and the beam's own; deterministic.
     """
     N, HQ, D = q.shape
     HKV = k.shape[1]

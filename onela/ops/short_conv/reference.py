@@ -43,6 +43,8 @@ def short_conv_prefill(
     if initial_state is None:
         initial_state = x.new_zeros(num_sequences, conv_dim, tail)
     check_float("initial_state", initial_state, num_sequences, conv_dim, tail)
+    if num_sequences == 0:
+        return torch.empty_like(x), initial_state.to(x.dtype)
     # Every sequence with its own past in front, one after the other: windows that would cross a border are dropped.
     pieces = []
     for n in range(num_sequences):

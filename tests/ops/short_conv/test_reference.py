@@ -19,7 +19,7 @@ def whole(x: torch.Tensor, weight: torch.Tensor, past: torch.Tensor) -> torch.Te
     return F.silu(F.conv1d(joined[None], weight[:, None], groups=weight.shape[0])[0].t())
 
 
-@pytest.mark.parametrize("lengths", [[1], [2, 3], [0, 7, 0, 1], [5, 90]])
+@pytest.mark.parametrize("lengths", [[], [1], [2, 3], [0, 7, 0, 1], [5, 90]])
 @pytest.mark.parametrize("kernel_size", [2, 4])
 def test_prefill_equals_torch_on_each_sequence(lengths: list[int], kernel_size: int) -> None:
     weight = torch.randn(C, kernel_size, dtype=torch.float64)
@@ -29,6 +29,7 @@ def test_prefill_equals_torch_on_each_sequence(lengths: list[int], kernel_size: 
     y, tail = short_conv_prefill(
         x, weight, cu_seqlens=torch.tensor(bounds, dtype=torch.int32), initial_state=past
     )
+    assert (y.shape, tail.shape) == (x.shape, past.shape)
     for n, length in enumerate(lengths):
         part = x[bounds[n] : bounds[n + 1]]
         if length:
