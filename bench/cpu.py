@@ -3,19 +3,22 @@
 What is timed is a request: prompt in, items out. Before anything is timed, OneLA's sequences and scores are held
 against those of `transformers` at 8 beams.
 
-    python -m bench.cpu [--beams 32 128 512] [--no-transformers]
+    python bench/cpu.py [--beams 32 128 512] [--no-transformers]
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from rich.console import Console
