@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -141,7 +142,5 @@ class BeamSearch:
 
 
 def _boundaries(sizes: Sequence[int], device: torch.device) -> Tensor:
-    bounds = [0]
-    for size in sizes:
-        bounds.append(bounds[-1] + size)
+    bounds = list(accumulate(sizes, initial=0))
     return device_tensor(bounds, torch.int32, device)

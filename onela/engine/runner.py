@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ class Runner:
         self.device = state.prompts.device
         self.heads = [model.head_rows(ids.to(self.device)) for ids in level_token_ids]
         self.token_table = torch.cat(list(level_token_ids)).to(self.device, torch.int32)
-        self.level_starts = _cumulative([len(ids) for ids in level_token_ids])
+        self.level_starts = list(accumulate((len(ids) for ids in level_token_ids), initial=0))
         self.graphs: DecodeGraphs | None = None
         if cuda_graphs and self.device.type == "cuda":
             self.graphs = DecodeGraphs(self.forward, lambda: state.generation, self.device)
@@ -50,7 +51,7 @@ class Runner:
         prompts = self.state.prompts
         tokens = [token for c in chunks for token in c.request.prompt_token_ids[c.start : c.end]]
         positions = [place for c in chunks for place in range(c.start, c.end)]
-        bounds = _cumulative([c.end - c.start for c in chunks])
+        bounds = list(accumulate((c.end - c.start for c in chunks), initial=0))
         inputs = PrefillInputs(
             token_ids=device_tensor(tokens, torch.int64, self.device),
             positions=device_tensor(positions, torch.int64, self.device),
@@ -101,13 +102,6 @@ class Runner:
     def log_normalizer(self, hidden: Tensor) -> Tensor:
         """[N] fp32: log-sum-exp over the whole vocabulary."""
         return self.model.logits(hidden).logsumexp(-1)
-
-
-def _cumulative(sizes: Sequence[int]) -> list[int]:
-    bounds = [0]
-    for size in sizes:
-        bounds.append(bounds[-1] + size)
-    return bounds
 
 
 def _place(request: ActiveRequest) -> int:
