@@ -8,8 +8,8 @@ import pytest
 
 from onela import ConfigError, Request, RequestError, SidVocabulary
 from onela.engine.prompting import PromptEncoder, PromptOptions
+from tests.engine.fake_text import text_engine
 from tests.fixtures import make_tokenizer
-from tests.serve.helpers import text_engine
 
 SIDS = [f"<s_{level}_{code}>" for level in "ab" for code in range(3)]
 HELLO = [{"role": "user", "content": "Hello"}]

@@ -8,7 +8,7 @@ from onela import BeamParams, Engine, EngineConfig, Request
 from onela.engine.prompting import PromptOptions
 from onela.engine.verify import VARIANTS, BackendDifference, verify_backends
 from tests.engine.fake_model import CATALOG, VOCABULARY, FakeModel
-from tests.serve.helpers import FakeTokenizer
+from tests.engine.fake_text import FakeTokenizer
 
 
 def test_every_backend_reads_the_prompts_that_the_engine_does() -> None:

@@ -6,44 +6,16 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import httpx
 
-from onela import Engine, EngineConfig, ItemCatalog
+from onela import Engine
 from onela.config import ServerConfig
 from onela.serve.app import create_app
 from onela.serve.run import DrainingServer
-from tests.engine.fake_model import LEGAL, VOCABULARY, FakeModel
+from tests.engine.fake_text import CATALOG, ITEMS, text_engine
 
-ITEMS = [
-    {
-        "item_id": i,
-        "sid": list(sid),
-        "title": f"Item {i}",
-        "metadata": {"lang": ["en", "de", "fr"][i % 3], "in_stock": i % 2 == 0},
-    }
-    for i, sid in enumerate(sorted(LEGAL))
-]
-CATALOG = ItemCatalog.from_items(ITEMS, VOCABULARY)
-
-
-class FakeTokenizer:
-    """One token per letter."""
-
-    chat_template = "{{ messages }}"
-
-    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
-        return {"input_ids": [3 + ord(letter) % 90 for letter in text]}
-
-    def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> str:
-        return "".join(f"{message['role']}: {message['content']}\n" for message in messages)
-
-
-def text_engine(catalog: ItemCatalog | None = CATALOG, **options: Any) -> Engine:
-    model: Any = FakeModel()
-    config = EngineConfig(device="cpu", **options)
-    return Engine(model, VOCABULARY, catalog, config=config, tokenizer=FakeTokenizer())
+__all__ = ["CATALOG", "ITEMS", "metric", "serving", "text_engine"]
 
 
 @contextlib.contextmanager
