@@ -33,6 +33,12 @@ def read_model_config(path: str | Path) -> ModelConfig:
     return _family(Path(path))[2]
 
 
+def read_family(path: str | Path) -> tuple[type[CausalLM], ModelConfig]:
+    """The class and the sizes of a checkpoint. Raises as `load_model`."""
+    family, _, config = _family(Path(path))
+    return family, config
+
+
 def load_model(path: str | Path, *, dtype: str = "auto", device: torch.device | str = "cpu") -> CausalLM:
     """Load a checkpoint directory.
 

@@ -1,9 +1,12 @@
-"""Bytes that each backend holds and writes, by formula.
+"""Bytes that each backend holds and writes, by formula, and how many requests fit into a memory.
 
 Two accountings stand side by side. The *published* one counts fp32 records and states, the prompt's state twice,
 and one int32 index per record and head; other systems' figures are stated in it. The *own* one counts what OneLA
 allocates: `delta` in `record_dtype`, the key as it came, the prompt's state once, and one ancestry index for all
 heads and layers.
+
+`pool_bytes` counts everything that the pools of `PromptPool`, `Records` and a backend allocate for equal requests, to
+the byte; `max_requests` adds weights and workspace, and says how many fit.
 """
 
 from __future__ import annotations
@@ -13,7 +16,9 @@ from dataclasses import dataclass
 
 import torch
 
-from onela.state.geometry import GatedDeltaGeometry, LayerGeometry
+from onela.errors import ConfigError
+from onela.state.geometry import AttentionGeometry, GatedDeltaGeometry, LayerGeometry
+from onela.state.prompt import TABLE_STEP
 
 ARMS = ("replay", "full_state_copy", "full_state_read_parent", "replay_ssm", "replay_ssm_shared")
 INDEX_BYTES = 4
@@ -109,3 +114,158 @@ def record_bytes(layer: GatedDeltaGeometry, dtype: torch.dtype, record_dtype: to
         + layer.num_value_heads * layer.value_dim * record_dtype.itemsize
         + layer.num_key_heads * layer.key_dim * dtype.itemsize
     )
+
+
+@dataclass(frozen=True)
+class RequestSize:
+    """What one request needs places for.
+
+    Attributes:
+        prompt_tokens: of its prompt. widths: beams after each chosen token, one number per token of a SID; as many as
+            there can be (`BeamSearch.limit_widths`).
+    """
+
+    prompt_tokens: int
+    widths: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for name, value in (("prompt_tokens", self.prompt_tokens), ("widths", min(self.widths, default=0))):
+            if value < 1:
+                raise ConfigError(f"{name}: at least 1 is expected, got {value}")
+
+    @property
+    def num_slots(self) -> int:
+        """Record slots: one per beam and decode step."""
+        return sum(self.widths[:-1])
+
+    @property
+    def num_rows(self) -> int:
+        """Places for beams."""
+        return max(self.widths)
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What a memory holds beside the pools, and the dtypes of the pools.
+
+    Attributes:
+        layers: geometry of each layer.
+        weight_bytes: of the parameters and of the heads of the SID levels.
+        row_bytes: activations of one row of a forward at their peak. num_codes: of the largest level.
+        dtype: the model's. record_dtype: of `delta`. page_size: tokens per KV page.
+        max_batch_rows, max_batch_tokens: most beams and prompt tokens in one forward.
+    """
+
+    layers: Sequence[LayerGeometry]
+    weight_bytes: int = 0
+    row_bytes: int = 0
+    num_codes: int = 0
+    dtype: torch.dtype = torch.bfloat16
+    record_dtype: torch.dtype = torch.bfloat16
+    page_size: int = 64
+    max_batch_rows: int = 16384
+    max_batch_tokens: int = 16384
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How many equal requests of one arm fit into a memory at the same time.
+
+    Attributes:
+        arm: one of `ARMS`. num_requests: as many as fit.
+        parts: bytes by what they are for, with that many requests.
+        request_bytes: what one request more would take in the pools.
+    """
+
+    arm: str
+    num_requests: int
+    parts: dict[str, int]
+    request_bytes: int
+
+    @property
+    def total(self) -> int:
+        """Bytes with `num_requests` requests."""
+        return sum(self.parts.values())
+
+
+RUNTIME_BYTES = 1 << 30
+"""Kept free for what no formula knows: the CUDA context, the libraries' workspaces, the allocator's rounding."""
+
+
+def pool_bytes(model: ServedModel, arm: str, request: RequestSize, num_requests: int) -> dict[str, int]:
+    """Bytes that the pools hold for `num_requests` such requests, reserved at once: exactly what is allocated.
+
+    Args:
+        arm: one of `ARMS`.
+    Returns:
+        Bytes of `kv_pages`, `recurrent_states`, `conv_states`, `page_table`, `records` and `beam_states` (what
+        `full_state` and `replay_ssm` hold per beam).
+    Raises:
+        ConfigError: the arm is unknown.
+    """
+    if arm not in ARMS:
+        raise ConfigError(f"backend: {arm!r} is none of {', '.join(ARMS)}")
+    linear = gated_delta_layers(model.layers)
+    softmax = [layer for layer in model.layers if isinstance(layer, AttentionGeometry)]
+    steps = len(request.widths) - 1
+    pages = -(-request.prompt_tokens // model.page_size) if softmax else 0
+    key_value = sum(2 * layer.num_kv_heads * layer.head_dim for layer in softmax) * model.dtype.itemsize
+    states = sum(layer.state_numel for layer in linear) * FP32_BYTES
+    tails = sum(layer.conv_dim * (layer.conv_kernel_size - 1) for layer in linear) * model.dtype.itemsize
+    inputs = sum(layer.conv_dim for layer in linear) * model.dtype.itemsize
+    transitions = sum(record_bytes(layer, model.dtype, model.record_dtype) for layer in linear)
+    slot = key_value + inputs + (transitions if arm == "replay" else 0)
+    beam = 0
+    if arm.startswith("full_state"):
+        beam = 2 * states
+    elif arm.startswith("replay_ssm"):
+        beam = steps * transitions + (states + INDEX_BYTES if arm == "replay_ssm" else 0)
+    columns = -(-pages // TABLE_STEP) * TABLE_STEP
+    each = {
+        "kv_pages": pages * model.page_size * key_value,
+        "recurrent_states": states,
+        "conv_states": tails,
+        "page_table": (columns + 1) * INDEX_BYTES,
+        "records": request.num_slots * slot,
+        "beam_states": request.num_rows * beam,
+    }
+    return {name: num_requests * value for name, value in each.items()}
+
+
+def workspace_bytes(model: ServedModel, request: RequestSize, num_requests: int) -> dict[str, int]:
+    """Bytes that forwards and selections need while they run, as an estimate from above.
+
+    Args:
+        num_requests: requests that decode at a time; at most `max_batch_rows` of their beams share a forward, but
+            requests before one level are selected together with them alone.
+    Returns:
+        Bytes of `weights`, `activations` (of the larger of a decode forward and a prefill, and of the captured
+        forwards' pool), `logits` (fp32, and half as much again for what selection keeps of them) and `runtime`.
+    """
+    rows = max(request.num_rows, min(num_requests * request.num_rows, model.max_batch_rows))
+    tokens = min(num_requests * request.prompt_tokens, model.max_batch_tokens)
+    return {
+        "weights": model.weight_bytes,
+        "activations": (max(rows, tokens) + rows) * model.row_bytes,
+        "logits": rows * model.num_codes * FP32_BYTES * 3 // 2,
+        "runtime": RUNTIME_BYTES,
+    }
+
+
+def max_requests(model: ServedModel, arm: str, request: RequestSize, memory: int) -> Fit:
+    """How many requests of this size fit into `memory` bytes at a time: weights, pools and workspace all counted.
+
+    Raises:
+        ConfigError: the arm is unknown.
+    """
+
+    def parts(count: int) -> dict[str, int]:
+        return workspace_bytes(model, request, count) | pool_bytes(model, arm, request, count)
+
+    each = sum(pool_bytes(model, arm, request, 1).values())
+    low, high = 0, memory // max(each, 1) + 1
+    # The workspace grows with the requests until a forward is full, so the sum is monotone.
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if sum(parts(middle).values()) <= memory else (low, middle)
+    return Fit(arm, low, parts(low), each)

@@ -12,13 +12,21 @@ class GrowingTensors:
     Args:
         shapes: name -> (shape without the growing axis, dtype).
         device: where they live.
+        limit: the most places that will ever be asked for; None when that is not known.
 
     `generation` counts the calls that reallocate: whoever keeps a pointer (a captured graph) compares it.
     """
 
-    def __init__(self, shapes: dict[str, tuple[tuple[int, ...], torch.dtype]], device: torch.device) -> None:
+    def __init__(
+        self,
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]],
+        device: torch.device,
+        *,
+        limit: int | None = None,
+    ) -> None:
         self.shapes = shapes
         self.device = device
+        self.limit = limit
         self.capacity = 0
         self.generation = 0
         self.tensors: dict[str, Tensor] = {
@@ -27,10 +35,10 @@ class GrowingTensors:
         }
 
     def reserve(self, capacity: int) -> None:
-        """Grow to at least `capacity` places (by half as much again, so that growth stays rare)."""
+        """Grow to at least `capacity` places (see `grown_capacity`)."""
         if capacity <= self.capacity:
             return
-        capacity = max(capacity, self.capacity * 3 // 2)
+        capacity = grown_capacity(capacity, self.capacity, self.limit)
         # Memory may end half-way: then some tensors are new, and longer than the others, until a later call.
         self.generation += 1
         for name, (shape, dtype) in self.shapes.items():
@@ -43,3 +51,9 @@ class GrowingTensors:
     def nbytes(self) -> int:
         """Bytes allocated."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+def grown_capacity(needed: int, capacity: int, limit: int | None) -> int:
+    """Places of a pool that must grow: half as many again, so that growth stays rare, but no more than can be used."""
+    ample = capacity * 3 // 2
+    return max(needed, ample if limit is None else min(ample, limit))

@@ -14,7 +14,10 @@ from onela.ops.gated_delta import merge_state, split_state
 from onela.ops.indexing import device_tensor
 from onela.state.allocator import ExtentAllocator, PageAllocator
 from onela.state.geometry import AttentionGeometry, GatedDeltaGeometry, LayerGeometry
-from onela.state.pools import GrowingTensors
+from onela.state.pools import GrowingTensors, grown_capacity
+
+TABLE_STEP = 16
+"""Columns by which the page table grows."""
 
 
 @dataclass
@@ -79,8 +82,8 @@ class PromptPool:
         self.has_pages = any(isinstance(layer, AttentionGeometry) for layer in layers)
         self.places = ExtentAllocator("prompt places", max_prompts)
         self.pages = PageAllocator("KV pages", max_pages)
-        self.prompt_tensors = GrowingTensors(per_prompt, device)
-        self.page_tensors = GrowingTensors(per_page, device)
+        self.prompt_tensors = GrowingTensors(per_prompt, device, limit=max_prompts)
+        self.page_tensors = GrowingTensors(per_page, device, limit=max_pages)
         self.page_table = torch.full((0, 0), -1, dtype=torch.int32, device=device)
         self.lengths = torch.zeros(0, dtype=torch.int32, device=device)
 
@@ -213,10 +216,10 @@ class PromptPool:
         rows, columns = self.page_table.shape
         if num_prompts <= rows and num_pages <= columns:
             return
-        # Half as much again, as the pools grow, and by steps of 16 pages: whoever holds a pointer is told rarely.
+        # As the pools grow, and by steps of pages: whoever holds a pointer is told rarely.
         if num_prompts > rows:
-            num_prompts = max(num_prompts, rows * 3 // 2)
-        num_pages = -(-num_pages // 16) * 16
+            num_prompts = grown_capacity(num_prompts, rows, self.places.limit)
+        num_pages = -(-num_pages // TABLE_STEP) * TABLE_STEP
         grown = torch.full(
             (max(rows, num_prompts), max(columns, num_pages)), -1, dtype=torch.int32, device=self.device
         )

@@ -50,7 +50,7 @@ class Records:
                 shapes[f"{i}.k"] = ((layer.num_kv_heads, layer.head_dim), dtype)
                 shapes[f"{i}.v"] = ((layer.num_kv_heads, layer.head_dim), dtype)
         self.slots = ExtentAllocator("record slots", max_slots)
-        self.pool = GrowingTensors(shapes, device)
+        self.pool = GrowingTensors(shapes, device, limit=max_slots)
 
     def allocate(self, num_slots: int) -> int:
         """Take an extent of slots and return the first. Raises `CapacityError`."""

@@ -121,6 +121,23 @@ def test_capacity_of_the_published_case_and_of_a_model(files: dict[str, str]) ->
     assert len(json.loads(run("capacity", files["model"], "-O", "3", "--json").stdout)) == 7
 
 
+def test_capacity_says_how_many_requests_fit(files: dict[str, str]) -> None:
+    given = ["capacity", files["model"], "-O", "3", "-W", "24", "--prompt", "100", "--codebook", "24"]
+    lines = json.loads(run(*given, "--memory", "1.5GiB", "--json").stdout)
+    fits = {line["backend"]: line for line in lines if line["accounting"] == "requests that fit"}
+    assert len(fits) == 5
+    assert fits["replay"]["num_requests"] > 2 * fits["full_state_copy"]["num_requests"] > 0
+    for line in fits.values():
+        assert line["memory_bytes"] == 3 << 29
+        used = sum(line["parts"].values())
+        assert used <= line["memory_bytes"] < used + line["request_bytes"]
+        assert line["limits"]["max_prompts"] == line["num_requests"]
+    assert "fit into 2.0 GiB" in run(*given, "--memory", "2GB").stdout
+    assert "a size such as 139GiB" in run(*given, "--memory", "much", code=2).stderr
+    assert "needs a checkpoint" in run("capacity", "--memory", "1G", code=2).stderr
+    assert "--dtype" in run(*given, "--dtype", "int4", code=2).stderr
+
+
 def test_catalog_check(files: dict[str, str], tmp_path: Path) -> None:
     facts = json.loads(run("catalog", "check", files["items.jsonl"], "--json").stdout)
     assert (facts["items"], facts["sids"], facts["levels"]) == (40, 40, 3)

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 
 from onela import BeamParams, Engine, Request
-from onela.state.capacity import ARMS, Capacity, Workload, own_capacity, published_capacity
+from onela.engine.verify import VARIANTS
+from onela.errors import ConfigError
+from onela.models.footprint import module_bytes, row_bytes, weight_bytes
+from onela.state.capacity import (
+    ARMS,
+    Capacity,
+    RequestSize,
+    ServedModel,
+    Workload,
+    max_requests,
+    own_capacity,
+    pool_bytes,
+    published_capacity,
+)
 from onela.state.geometry import AttentionGeometry, GatedDeltaGeometry
 from tests.engine.helpers import save_qwen3_5, tiny_engine, vocabulary_of
 
@@ -67,3 +81,77 @@ def held(engine: Engine) -> int:
         if isinstance(layer, GatedDeltaGeometry)
     ]
     return engine.state.backend.nbytes + sum(states)
+
+
+@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_fits_is_what_the_pools_allocate(tmp_path: Any, arm: str, dtype: str) -> None:
+    """The pools of as many requests as fit, byte for byte; and one request more would not fit."""
+    save_qwen3_5(tmp_path)
+    kind = getattr(torch, dtype)
+    vocabulary = vocabulary_of(24, 24, 24)
+    sizes = {"tokens": 100, "widths": (20, 24, 16)}
+    served = ServedModel(
+        tiny_engine(tmp_path, vocabulary, None).model.config.geometry,
+        weight_bytes=weight_bytes(tmp_path, kind, num_head_rows=72),
+        dtype=kind,
+        record_dtype=kind,
+        page_size=16,
+    )
+    request = RequestSize(sizes["tokens"], sizes["widths"])
+    memory = (1 << 30) + served.weight_bytes + (3 << 20)
+    fit = max_requests(served, arm, request, memory)
+    assert fit.total <= memory < fit.total + fit.request_bytes
+    assert fit.num_requests > 1
+    count = fit.num_requests
+    engine = tiny_engine(
+        tmp_path,
+        vocabulary,
+        None,
+        dtype=dtype,
+        page_size=16,
+        max_prompts=count,
+        max_slots=count * request.num_slots,
+        max_pages=count * 7,
+        **dict(VARIANTS)[arm],
+    )
+    assert module_bytes(engine.model, kind) + 72 * engine.model.config.hidden_size * kind.itemsize == (
+        served.weight_bytes
+    )
+    prompts, records, backend = engine.state.prompts, engine.state.records, engine.state.backend
+    for _ in range(count):
+        prompts.allocate(request.prompt_tokens)
+        records.allocate(request.num_slots)
+    backend.reserve(count * request.num_rows, len(request.widths) - 1)
+    held = prompts.nbytes + records.nbytes + (0 if arm == "replay" else backend.nbytes)
+    assert held == sum(pool_bytes(served, arm, request, count).values())
+    assert not prompts.fits(1)
+    assert not records.slots.fits(1)
+
+
+def test_the_shape_of_a_published_model() -> None:
+    """W=256, O=7, prompts of 5K in 139 GiB, Qwen3.5-0.8B's layers: replay holds ten times as many requests."""
+    layers = [GatedDeltaGeometry(16, 16, 128, 128)] * 18 + [AttentionGeometry(2, 256)] * 6
+    served = ServedModel(layers, weight_bytes=3 << 29, row_bytes=40_000, num_codes=8192)
+    request = RequestSize(5120, (256,) * 7)
+    fits = {arm: max_requests(served, arm, request, 139 << 30).num_requests for arm in ARMS}
+    assert fits["replay"] >= 10 * fits["full_state_copy"]
+    assert fits["replay_ssm"] < fits["replay"]
+
+
+def test_unusable_sizes_are_refused() -> None:
+    with pytest.raises(ConfigError, match="prompt_tokens: at least 1"):
+        RequestSize(0, (4,))
+    with pytest.raises(ConfigError, match="widths: at least 1"):
+        RequestSize(1, ())
+    with pytest.raises(ConfigError, match="backend: 'x' is none of replay"):
+        pool_bytes(ServedModel(LAYERS), "x", RequestSize(1, (1,)), 1)
+    assert max_requests(ServedModel(LAYERS), "replay", RequestSize(1, (1, 1)), 1 << 20).num_requests == 0
+
+
+def test_activations_of_a_row_grow_with_the_model(tmp_path: Any) -> None:
+    save_qwen3_5(tmp_path)
+    config = tiny_engine(tmp_path, vocabulary_of(24), None).model.config
+    wide = dataclasses.replace(config, intermediate_size=10 * config.intermediate_size)
+    assert 0 < row_bytes(config, torch.bfloat16) < row_bytes(wide, torch.bfloat16)
+    assert row_bytes(config, torch.float32) == 2 * row_bytes(config, torch.bfloat16)

@@ -40,6 +40,15 @@ def test_growing_keeps_what_is_held_and_leaves_room() -> None:
     assert pool.nbytes == 6 * (8 + 4 + 12)
 
 
+def test_a_pool_with_a_limit_takes_no_more_than_can_be_used() -> None:
+    pool = GrowingTensors(SHAPES, torch.device("cpu"), limit=11)
+    pool.reserve(8)
+    pool.reserve(9)
+    assert pool.capacity == 11
+    pool.reserve(11)
+    assert pool.generation == 2
+
+
 @pytest.mark.parametrize("given", range(len(SHAPES)))
 def test_memory_that_ends_half_way(monkeypatch: pytest.MonkeyPatch, given: int) -> None:
     pool, before = filled(4)

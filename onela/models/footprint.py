@@ -1,0 +1,59 @@
+"""What a model takes of a memory beside the state: its weights, and the activations of a row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from onela.models.causal_lm import CausalLM
+from onela.models.config import LINEAR, ModelConfig
+from onela.models.registry import read_family
+from onela.models.weights import FP32_SUFFIXES
+
+
+def weight_bytes(path: str | Path, dtype: torch.dtype, *, num_head_rows: int = 0) -> int:
+    """Bytes of a checkpoint's weights once they are loaded; its files may be absent, `config.json` suffices.
+
+    Args:
+        path: the checkpoint's directory. dtype: that the weights are kept in.
+        num_head_rows: rows of the head that are copied for the SID levels.
+    Raises:
+        CheckpointError, ConfigError: as `read_model_config`.
+    """
+    family, config = read_family(path)
+    with torch.device("meta"):
+        model = family(config)
+    return module_bytes(model, dtype) + num_head_rows * config.hidden_size * dtype.itemsize
+
+
+def module_bytes(model: CausalLM, dtype: torch.dtype) -> int:
+    """Bytes of a model's parameters; a tied head counts once."""
+    return sum(
+        parameter.numel() * (4 if name.endswith(FP32_SUFFIXES) else dtype.itemsize)
+        for name, parameter in model.named_parameters()
+    )
+
+
+def row_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Activations of one row (a beam or a prompt token) at the peak of a forward, as an estimate from above.
+
+    What lies beside each other in the widest part of a layer: the residual stream, what is added to it and its norm,
+    and the inputs and outputs of the mixer or of the MLP; of a mixture as many as a token visits experts.
+    """
+    experts = config.moe.num_experts_per_token + 1 if config.moe else 1
+    intermediate = max(
+        config.intermediate_size,
+        0 if config.moe is None else config.moe.intermediate_size,
+        0 if config.moe is None else config.moe.shared_intermediate_size,
+    )
+    widest = experts * (3 * intermediate + config.hidden_size)
+    q = config.num_attention_heads * config.head_dim
+    kv = config.num_key_value_heads * config.head_dim
+    widest = max(widest, 5 * q + 4 * kv)
+    if LINEAR in config.layer_types:
+        keys = config.linear_num_key_heads * config.linear_key_head_dim
+        values = config.linear_num_value_heads * config.linear_value_head_dim
+        # The projection, the convolved rows, and the recurrence's rows in fp32.
+        widest = max(widest, (2 * keys + 2 * values) + (2 * keys + values) + 4 * values)
+    return (3 * config.hidden_size + widest) * dtype.itemsize
