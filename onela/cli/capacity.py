@@ -105,9 +105,7 @@ def capacity(
             fits = [max_requests(served, arm, request, room) for arm in ARMS]
             report += [_fit_line(fit, length, room, request, page_size) for fit in fits]
             if not json_output:
-                title = (
-                    f"requests of W={beam_width} O={length}, prompt {prompt_tokens}, in {format_bytes(room)}"
-                )
+                title = f"fit into {format_bytes(room)}: W={beam_width} O={length}, prompt {prompt_tokens}"
                 print_table(title, FIT_COLUMNS, [_fit_row(fit) for fit in fits])
     if json_output:
         print_json(report)
