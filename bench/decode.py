@@ -22,94 +22,16 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-import torch.nn.functional as F
 
 from bench.common import append_result, machine, time_events, time_graph
 from onela import BeamParams, Engine, EngineConfig, Request, Result, SidVocabulary
+from onela.bench.models import SHAPE_08B, TINY, matrix_products, overlap, random_model
 from onela.engine.verify import VARIANTS
 from onela.models import CausalLM
-from onela.models.layers import Attention
-from onela.models.qwen3_5 import Qwen3_5
 
-SHAPE_08B: dict[str, Any] = {
-    "model_type": "qwen3_5_text",
-    "vocab_size": 65536,
-    "hidden_size": 1024,
-    "intermediate_size": 3584,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 256,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 16,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "full_attention_interval": 4,
-    "tie_word_embeddings": True,
-}
-TINY: dict[str, Any] = {
-    **SHAPE_08B,
-    "vocab_size": 2048,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "head_dim": 32,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
-}
 MIN_OVERLAP = 0.7
 """Least share of items that an arm must have in common with the first. In bf16 every layer rounds, and each arm rounds
 other numbers, so beams near the border change places; in fp32 the arms agree (`tests/engine/test_gpu.py`)."""
-
-
-def random_model(values: dict[str, Any], dtype: torch.dtype, device: torch.device, seed: int = 0) -> CausalLM:
-    """A model of this configuration with random weights, decays and steps as after usual training."""
-    torch.manual_seed(seed)
-    with torch.device(device):
-        model = Qwen3_5(Qwen3_5.read_config(values))
-    for name, parameter in model.named_parameters():
-        if name.endswith("A_log"):
-            parameter.data = parameter.data.uniform_(1, 16).log()
-            continue
-        if name.endswith("dt_bias"):
-            steps = torch.empty_like(parameter).uniform_(-6.9, -2.3).exp()
-            parameter.data = steps + torch.log(-torch.expm1(-steps))
-            continue
-        if "norm" in name:
-            parameter.data += 0.1 * torch.randn_like(parameter)
-        else:
-            gain = 2.0 if "embed" in name else 1.0
-            parameter.data.normal_(0, gain / parameter.shape[-1] ** 0.5)
-        parameter.data = parameter.data.to(dtype)
-    model.requires_grad_(False)
-    model.fuse()
-    return model.eval()
-
-
-def matrix_products(model: CausalLM, rows: int) -> Callable[[], Any]:
-    """All matrix products of a decode step on `rows` rows, and nothing else."""
-    weight = model.lm_head.weight
-    products = []
-    for layer in model.model:
-        mixer, mlp = layer.mixer, layer.mlp
-        out = mixer.o_proj if isinstance(mixer, Attention) else mixer.out_proj
-        matrices = (mixer.fused, out.weight, mlp.fused, mlp.down_proj.weight)
-        products += [(torch.randn(rows, matrix.shape[1]).to(weight), matrix) for matrix in matrices]
-    return lambda: [F.linear(x, matrix) for x, matrix in products]
-
-
-def overlap(left: Sequence[Result], right: Sequence[Result]) -> tuple[float, float]:
-    """Mean share of common items, and the largest difference of their scores."""
-    shares, difference = [], 0.0
-    for a, b in zip(left, right):
-        scores = {item.sid: item.cum_logprob for item in a.items}
-        common = [item for item in b.items if item.sid in scores]
-        shares.append(len(common) / max(1, len(scores)))
-        difference = max([difference, *(abs(i.cum_logprob - scores[i.sid]) for i in common)])
-    return statistics.mean(shares), difference
 
 
 def print_kernels(run: Callable[[], Any], count: int = 16) -> None:

@@ -16,6 +16,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from onela.bench.results import latest_lines
+
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = ("docs/measured.md", "README.md")
 MARKERS = re.compile(r"(<!-- results: ([^>]*?) -->\n).*?(<!-- /results -->)", re.DOTALL)
@@ -23,14 +25,7 @@ MARKERS = re.compile(r"(<!-- results: ([^>]*?) -->\n).*?(<!-- /results -->)", re
 
 def read_results(folder: Path = ROOT / "bench" / "results") -> list[dict[str, Any]]:
     """All lines, the last one of each measured case."""
-    latest: dict[str, dict[str, Any]] = {}
-    for path in sorted(folder.glob("*.jsonl")):
-        for line in path.read_text().splitlines():
-            row = json.loads(line)
-            key = json.dumps([row[k] for k in ("bench", "arm", "case", "metric", "gpu")], sort_keys=True)
-            latest.pop(key, None)
-            latest[key] = row
-    return list(latest.values())
+    return latest_lines(path.read_text() for path in sorted(folder.glob("*.jsonl")))
 
 
 def format_value(row: dict[str, Any]) -> str:

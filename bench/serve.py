@@ -33,8 +33,8 @@ import numpy as np
 import torch
 
 from bench.common import append_result
-from bench.decode import SHAPE_08B, TINY, random_model
 from onela import BeamParams, Engine, EngineConfig, ItemCatalog, Request, SidVocabulary
+from onela.bench.models import SHAPE_08B, TINY, random_model
 from onela.config import ServerConfig
 
 SHAPES = {"qwen3.5-0.8b": (SHAPE_08B, 8192), "tiny": (TINY, 256)}

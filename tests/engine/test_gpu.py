@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from bench.decode import TINY, random_model
 from onela import BeamParams, Engine, EngineConfig, Request, Result
+from onela.bench.models import TINY, random_model
 from onela.engine.graphs import waiting_is_an_error
 from tests.engine.helpers import catalog_of, random_prompt, random_sids, vocabulary_of
 from tests.engine.test_engine import BACKENDS
