@@ -11,6 +11,7 @@ queries: contiguous prompt keys, no own keys, no records.
 from __future__ import annotations
 
 import argparse
+import shlex
 import statistics
 import subprocess
 import sys
@@ -24,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch.nn.functional as F
 
-from bench.common import append_result, time_events, time_graph
+from bench.common import Failures, append_result, time_events, time_graph
 from onela.ops.attention.decode import beam_attention_triton
 from onela.ops.attention.decode_hopper import beam_attention_hopper
 from onela.ops.attention.reference import beam_attention_ref
@@ -155,11 +156,13 @@ def main() -> None:
         "--prepare", action="store_true", help="first check all cases in parallel, which compiles them"
     )
     options = parser.parse_args()
+    failures = Failures()
     if options.prepare:
         command = [sys.executable, __file__, "--check-only", "--cases"]
         numbers = options.cases or range(len(CASES))
         for child in [subprocess.Popen([*command, str(number)]) for number in numbers]:
-            child.wait(timeout=180)
+            if child.wait(timeout=180):
+                failures.add(shlex.join(map(str, child.args)), f"exit code {child.returncode}")
     if options.check_only:
         for number in options.cases or range(len(CASES)):
             for run in RUNS.values():
@@ -167,16 +170,14 @@ def main() -> None:
         return
     rate = matrix_rate()
     print(f"bf16 matrix product {rate / 1e12:.0f} TFLOP/s")
-    failed = 0
     for number in options.cases or range(len(CASES)):
         for arm in options.arms:
             for splits in options.splits if arm != "torch" else [0]:
                 try:
                     measure(CASES[number], arm, splits, rate, options.out)
                 except Exception as error:  # the other cases are still worth their time on the GPU
-                    print(f"FAILED {arm} {CASES[number]}: {error!r}"[:500], flush=True)
-                    failed += 1
-    sys.exit(failed)
+                    failures.add(f"{arm} {CASES[number]}", repr(error))
+    failures.exit()
 
 
 if __name__ == "__main__":

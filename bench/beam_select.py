@@ -10,6 +10,7 @@ copy bandwidth measured in the same process.
 from __future__ import annotations
 
 import argparse
+import shlex
 import statistics
 import subprocess
 import sys
@@ -22,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch import Tensor
 
-from bench.common import append_result, copy_bandwidth, time_graph
+from bench.common import Failures, append_result, copy_bandwidth, time_graph
 from onela.ops.beam_select.kernels import beam_select
 from onela.ops.beam_select.reference import beam_select_ref
 
@@ -139,25 +140,25 @@ def main() -> None:
         "--prepare", action="store_true", help="first check all cases in parallel, which compiles them"
     )
     options = parser.parse_args()
+    failures = Failures()
     if options.prepare:
         command = [sys.executable, __file__, "--check-only", "--cases"]
         numbers = options.cases or range(len(CASES))
         for child in [subprocess.Popen([*command, str(number)]) for number in numbers]:
-            child.wait(timeout=180)
+            if child.wait(timeout=180):
+                failures.add(shlex.join(map(str, child.args)), f"exit code {child.returncode}")
     if options.check_only:
         for number in options.cases or range(len(CASES)):
             check(CASES[number])
         return
     bandwidth = copy_bandwidth()
     print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s")
-    failed = 0
     for number in options.cases or range(len(CASES)):
         try:
             measure(CASES[number], bandwidth, options.torch, options.out)
         except Exception as error:  # the other cases are still worth their time on the GPU
-            print(f"FAILED {CASES[number]}: {error!r}"[:500], flush=True)
-            failed += 1
-    sys.exit(failed)
+            failures.add(str(CASES[number]), repr(error))
+    failures.exit()
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ RESULTS = Path(__file__).parent / "results"
 
 __all__ = [
     "RESULTS",
+    "Failures",
     "append_result",
     "command",
     "commit",
@@ -79,3 +80,20 @@ def append_result(
     )
     append_line(out or RESULTS / f"{bench}.jsonl", line)
     return line
+
+
+class Failures:
+    """Arms and cases that were lost on the way: said when it happens, and in the exit code at the end."""
+
+    def __init__(self) -> None:
+        self.lost: list[str] = []
+
+    def add(self, what: str, why: object) -> None:
+        """Note that `what` has no result; the others are still worth their time."""
+        self.lost.append(what)
+        print(f"FAILED {what}: {why}"[:500], flush=True)
+
+    def exit(self) -> None:
+        """Leave with exit code 1 if anything was lost. Raises `SystemExit`."""
+        if self.lost:
+            sys.exit(f"{len(self.lost)} without a result: {'; '.join(self.lost)}"[:2000])

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from bench.common import append_result, machine, time_events, time_graph
+from bench.common import Failures, append_result, machine, time_events, time_graph
 from onela import BeamParams, Engine, EngineConfig, Request, Result, SidVocabulary
 from onela.bench.models import SHAPE_08B, TINY, matrix_products, overlap, random_model
 from onela.engine.verify import VARIANTS
@@ -137,6 +137,7 @@ def main() -> None:
     shape = TINY if args.tiny else SHAPE_08B
     model = random_model(shape, dtype, device)
     rows = args.requests * args.width
+    failures = Failures()
     alone: list[float] | None = None
     if device.type == "cuda":
         alone = time_graph([matrix_products(model, rows)])
@@ -153,8 +154,9 @@ def main() -> None:
             ]
             expected: list[Result] | None = None
             for name in args.arms:
+                label = f"{name}, prompt {length}, O={tokens}"
                 if time.perf_counter() - began > args.seconds:
-                    print(f"no time left for {name}, prompt {length}, O={tokens}", flush=True)
+                    failures.add(label, "no time was left")
                     continue
                 case = {
                     "model": "tiny" if args.tiny else "qwen3.5-0.8b",
@@ -176,13 +178,17 @@ def main() -> None:
                     share, difference = overlap(expected, results)
                     report(name, case, times, sizes, alone, share, difference, args)
                     if share < MIN_OVERLAP:
-                        print(f"  GATE: {name} has {share:.2f} of the items of {args.arms[0]}", flush=True)
-                except Exception:  # the other arms are still worth their time
+                        failures.add(
+                            label, f"{share:.2f} of the items of {args.arms[0]}, {MIN_OVERLAP} needed"
+                        )
+                except Exception as error:  # the other arms are still worth their time
                     traceback.print_exc()
+                    failures.add(label, repr(error))
                 # Captured forwards and their engine hold each other.
                 gc.collect()
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
+    failures.exit()
 
 
 def same_items_in_fp32(device: torch.device) -> None:

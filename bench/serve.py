@@ -32,7 +32,7 @@ import httpx
 import numpy as np
 import torch
 
-from bench.common import append_result
+from bench.common import Failures, append_result
 from onela import BeamParams, Engine, EngineConfig, ItemCatalog, Request, SidVocabulary
 from onela.bench.models import SHAPE_08B, TINY, random_model
 from onela.config import ServerConfig
@@ -176,6 +176,7 @@ def run_load(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "items"
         make_catalog(size, arguments.items, 0).save(path)
+        failures = Failures()
         with server(arguments, path) as (url, _):
             for rate in arguments.rates:
                 count = max(20, int(rate * arguments.seconds))
@@ -184,6 +185,10 @@ def run_load(arguments: argparse.Namespace) -> None:
                     warm(client, arguments, bodies)
                 answers = asyncio.run(_load(url, bodies, rate))
                 report_load(arguments, rate, answers)
+                lost = sum("failed" in answer for answer in answers)
+                if lost:
+                    failures.add(f"rate {rate:g}/s", f"{lost} of {len(answers)} requests failed")
+    failures.exit()
 
 
 async def _load(url: str, bodies: Sequence[dict[str, Any]], rate: float) -> list[dict[str, Any]]:

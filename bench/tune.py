@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from bench.common import append_result, copy_bandwidth, time_graph
+from bench.common import Failures, append_result, copy_bandwidth, time_graph
 from bench.operator import Case, build, records, step_index
 from onela.ops.gated_delta._launch import ReplayConfig
 from onela.ops.gated_delta.full_state import launch_full_state
@@ -293,12 +293,13 @@ def main() -> None:
     for worker in workers:
         worker.join()
     bandwidth = copy_bandwidth()
+    failures = Failures()
     found: dict[tuple[str, str], list[tuple[float, dict, float]]] = {}
     for what, case, cut, call, size, reference in items(args.what, small=False):
         wanted = reference().float()
         call_gives = call()[: len(wanted)].float()
         if not torch.allclose(call_gives, wanted, rtol=2**-6, atol=0.1 if what == "layer_step" else 4e-3):
-            print("WRONG", what, case, cut, (call_gives - wanted).abs().max().item(), flush=True)
+            failures.add(f"{what} {case} {cut}", f"off by {(call_gives - wanted).abs().max().item()}")
             continue
         times = time_graph([call] * 4, samples=7, target_us=1000)
         value, floor = statistics.median(times) / 4, size / bandwidth * 1e6
@@ -321,6 +322,7 @@ def main() -> None:
             print(
                 f"    {value:8.1f} us {value / floor:6.2f}  " + " ".join(f"{k}={v}" for k, v in cut.items())
             )
+    failures.exit()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,44 @@
+"""The project's benchmark scripts: a lost arm ends them with an exit code that says so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import bench.decode
+from bench.common import Failures
+
+TINY = ["--device", "cpu", "--tiny", "--dtype", "float32", "--no-gate", "--requests", "2", "--width", "8"]
+SIZES = ["--prompts", "20", "--tokens", "2", "--codebook", "32"]
+
+
+def run(monkeypatch: pytest.MonkeyPatch, path: Path, *arms: str) -> None:
+    words = ["decode.py", *TINY, *SIZES, "--out", str(path), "--arms", *arms]
+    monkeypatch.setattr("sys.argv", words)
+    bench.decode.main()
+
+
+def test_every_arm_has_its_lines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run(monkeypatch, tmp_path / "lines.jsonl", "replay", "full_state_copy")
+    lines = [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()]
+    assert {line["arm"] for line in lines} == {"replay", "full_state_copy"}
+    assert {line["bench"] for line in lines} == {"decode"}
+    assert all(line["command"].startswith("python ") and "--out" not in line["command"] for line in lines)
+
+
+def test_a_lost_arm_ends_in_an_exit_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="1 without a result: no_such_arm, prompt 20"):
+        run(monkeypatch, tmp_path / "lines.jsonl", "replay", "no_such_arm")
+    arms = {json.loads(line)["arm"] for line in (tmp_path / "lines.jsonl").read_text().splitlines()}
+    assert arms == {"replay"}
+
+
+def test_failures_are_said_once_each(capsys: pytest.CaptureFixture[str]) -> None:
+    failures = Failures()
+    failures.exit()
+    failures.add("a", ValueError("b"))
+    assert capsys.readouterr().out == "FAILED a: b\n"
+    with pytest.raises(SystemExit, match="1 without a result: a"):
+        failures.exit()
