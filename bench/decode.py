@@ -34,14 +34,14 @@ MIN_OVERLAP = 0.7
 other numbers, so beams near the border change places; in fp32 the arms agree (`tests/engine/test_gpu.py`)."""
 
 
-def print_kernels(run: Callable[[], Any], count: int = 16) -> None:
+def print_kernels(run: Callable[[], Any], count: int = 16, title: str = "the last step") -> None:
     """The kernels of a run by their time, as torch's profiler sees them."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()
         torch.cuda.synchronize()
     events = sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)
     total = sum(event.self_device_time_total for event in events)
-    print(f"  kernels of the last step, {total:.0f} us in all:")
+    print(f"  kernels of {title}, {total:.0f} us in all:")
     for event in events[:count]:
         print(f"  {event.self_device_time_total:8.0f} us {event.count:5d} x  {event.key[:90]}", flush=True)
 

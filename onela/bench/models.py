@@ -13,7 +13,7 @@ from torch import Tensor
 from onela.engine import Result
 from onela.models import CausalLM
 from onela.models.layers import MLP, Attention
-from onela.models.qwen3_5 import Qwen3_5
+from onela.models.registry import FAMILIES
 
 SHAPE_08B: dict[str, Any] = {
     "model_type": "qwen3_5_text",
@@ -50,7 +50,8 @@ def random_model(values: dict[str, Any], dtype: torch.dtype, device: torch.devic
     """A model of this configuration with random weights, decays and steps as after usual training."""
     torch.manual_seed(seed)
     with torch.device(device):
-        model = Qwen3_5(Qwen3_5.read_config(values))
+        family = FAMILIES[values["model_type"]]
+        model = family(family.read_config(values))
     for name, parameter in model.named_parameters():
         if name.endswith("A_log"):
             parameter.data = parameter.data.uniform_(1, 16).log()

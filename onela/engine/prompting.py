@@ -122,6 +122,8 @@ class PromptEncoder:
         """The tokens as plain integers within the vocabulary."""
         if not tokens:
             raise RequestError(field, "at least one token is needed", value=[])
+        if set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) < self.vocab_size:
+            return tokens  # nearly always; prompts are long
         for place, token in enumerate(tokens):
             try:
                 tokens[place] = operator.index(token)

@@ -2,52 +2,55 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import numpy as np
 import torch
 
 from onela.engine.active import ActiveRequest
 from onela.engine.request import FinishReason, RecommendedItem, Result, Timings, Usage
 from onela.items import SidVocabulary
 
+T = TypeVar("T")
+
 
 def make_result(request: ActiveRequest, vocabulary: SidVocabulary, *, now: float) -> Result:
     """Order a finished request's beams by score and look up their items; `now` is on the scheduler's clock."""
-    beams, params, catalog = request.beams, request.params, request.served.catalog
-    scores = beams.cum_logprobs.cpu()
+    params, catalog = request.params, request.served.catalog
+    scores, leaves, codes, paths = _to_host(request)
     # Beams stand in order of their SIDs, and a stable sort keeps that order among equal scores.
-    order = torch.sort(scores, descending=True, stable=True).indices
-    order = order[torch.isfinite(scores[order])]
-    num_legal = order.shape[0]
+    order = np.argsort(-scores, kind="stable")
+    order = order[np.isfinite(scores[order])]
+    num_legal = len(order)
     order = order[: request.asked]
-    codes = beams.codes.cpu()[order].numpy()
-    leaves = beams.trie_nodes.cpu()[order].tolist()
     length = codes.shape[1]
-    complete = length == vocabulary.num_levels
     # A prefix has fewer levels than the vocabulary, so the levels are looked up one by one.
-    sids = [vocabulary.codes(level)[codes[:, level]].tolist() for level in range(length)]
-    tokens = [vocabulary.token_ids(level)[codes[:, level]].tolist() for level in range(length)]
-    paths = None
-    if request.path_scores is not None:
-        paths = request.path_scores.cpu()[order].diff(dim=1, prepend=torch.zeros(len(order), 1)).tolist()
-    items = []
-    for i, score in enumerate(scores[order].tolist()):
-        found = catalog.items_of(leaves[i]) if catalog is not None and complete else []
+    sids = _tuples([vocabulary.codes(level)[codes[order, level]] for level in range(length)])
+    tokens = _tuples([vocabulary.token_ids(level)[codes[order, level]] for level in range(length)])
+    logprobs: list[Any] = [None] * len(order)
+    if paths is not None:
+        logprobs = _tuples(list(np.diff(paths[order], axis=1, prepend=np.float32(0)).T))
+    item_ids: list[tuple[int | str, ...]] = [()] * len(order)
+    titles: list[tuple[str | None, ...]] = [()] * len(order)
+    if catalog is not None and length == vocabulary.num_levels:
+        bounds, found = catalog.items_at(leaves[order])
         if request.eligibility is not None:
-            found = request.eligibility.keep(found)
-        items.append(
-            RecommendedItem(
-                sid=tuple(level[i] for level in sids),
-                item_ids=tuple(catalog.item_id(item) for item in found) if catalog else (),
-                titles=tuple(catalog.title(item) for item in found) if catalog else (),
-                cum_logprob=score,
-                sequence_score=score / length**params.length_penalty,
-                token_ids=tuple(level[i] for level in tokens),
-                token_logprobs=None if paths is None else tuple(paths[i]),
-            )
-        )
+            kept = request.eligibility.kept(found)
+            found = found[kept]
+            bounds = np.concatenate([[0], np.cumsum(kept)])[bounds]
+        item_ids = _runs(bounds, catalog.item_ids(found))
+        titles = _runs(bounds, catalog.titles(found))
+    totals = scores[order].tolist()
+    divisor = length**params.length_penalty
+    items = RecommendedItem.many(
+        sids, item_ids, titles, totals, [total / divisor for total in totals], tokens, logprobs
+    )
     enough = len(items) == request.asked
     finish_reason: FinishReason = "stop" if enough else "exhausted"
     return Result(
-        items=tuple(items),
+        items=items,
         finish_reason=finish_reason,
         reason=None
         if enough
@@ -63,6 +66,42 @@ def make_result(request: ActiveRequest, vocabulary: SidVocabulary, *, now: float
         catalog_version=request.served.version,
         timings=_timings(request, now),
     )
+
+
+def _to_host(request: ActiveRequest) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
+    """Scores [W] fp32, trie nodes [W] int64, codes [W, length] int32 and path scores [W, length] fp32 of the beams.
+
+    They come over in one copy: each copy from a GPU would be waited for by itself.
+    """
+    beams, paths = request.beams, request.path_scores
+    width = beams.width
+    parts = [beams.trie_nodes.view(torch.int32), beams.cum_logprobs.view(torch.int32), beams.codes.flatten()]
+    if paths is not None:
+        parts.append(paths.flatten().view(torch.int32))
+    # The 64-bit part comes first, so that its view is aligned.
+    flat = torch.cat(parts).cpu().numpy()
+    codes = flat[3 * width :][: beams.codes.numel()].reshape(beams.codes.shape)
+    scores = flat[2 * width : 3 * width].view(np.float32)
+    end = 3 * width + codes.size
+    return (
+        scores,
+        flat[: 2 * width].view(np.int64),
+        codes,
+        None if paths is None else flat[end:].view(np.float32).reshape(paths.shape),
+    )
+
+
+def _tuples(columns: Sequence[np.ndarray]) -> list[Any]:
+    """A tuple for each row, from one array per column."""
+    return list(zip(*(column.tolist() for column in columns)))
+
+
+def _runs(bounds: np.ndarray, values: Sequence[T]) -> list[tuple[T, ...]]:
+    """Run i is `values[bounds[i] : bounds[i + 1]]`."""
+    ends = bounds.tolist()
+    if len(values) == len(ends) - 1 and ends == list(range(len(ends))):
+        return [(value,) for value in values]
+    return [tuple(values[start:end]) for start, end in itertools.pairwise(ends)]
 
 
 def empty_result(request: ActiveRequest) -> Result:

@@ -277,7 +277,34 @@ class ItemCatalog:
         start = int(offsets[sid_index])
         return [start] if expand == "best" else list(range(start, int(offsets[sid_index + 1])))
 
+    def items_at(self, sid_indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The items on many SIDs, best first on each.
+
+        Args:
+            sid_indices: [M] integers.
+        Returns:
+            bounds: [M + 1] int64. items: int64, those of SID i are `items[bounds[i] : bounds[i + 1]]`.
+        Raises:
+            CatalogError: a SID that is out of range.
+        """
+        if len(sid_indices) and not 0 <= int(sid_indices.min()) <= int(sid_indices.max()) < self.num_sids:
+            raise CatalogError(f"sid_indices: one is out of range 0..{self.num_sids - 1}")
+        starts = np.asarray(self._parts.item_offsets[sid_indices], dtype=np.int64)
+        counts = self._parts.item_offsets[sid_indices + 1] - starts
+        bounds = np.zeros(len(starts) + 1, dtype=np.int64)
+        np.cumsum(counts, out=bounds[1:])
+        return bounds, np.repeat(starts - bounds[:-1], counts) + np.arange(bounds[-1])
+
     # ---- items
+
+    def item_ids(self, items: np.ndarray) -> list[int | str]:
+        """`item_id` of many items, [M] integers within the catalogue."""
+        return self._parts.columns.ids.take(items).tolist()
+
+    def titles(self, items: np.ndarray) -> list[str | None]:
+        """`title` of many items, [M] integers within the catalogue."""
+        titles = self._parts.columns.titles
+        return [None] * len(items) if titles is None else titles.take(items).tolist()
 
     def item_id(self, item: int) -> int | str:
         """What the catalogue calls an item, as it was given."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +57,20 @@ class StringColumn:
         if self.valid is not None and not self.valid[row]:
             return None
         return self.data[self.offsets[row] : self.offsets[row + 1]].tobytes().decode()
+
+    def tolist(self) -> list[str | None]:
+        """All of them as Python strings."""
+        text, bounds = self.data.tobytes(), self.offsets.tolist()
+        strings: list[str | None]
+        if text.isascii():  # a character is a byte: cut after decoding, not before
+            whole = text.decode()
+            strings = [whole[start:end] for start, end in itertools.pairwise(bounds)]
+        else:
+            strings = [text[start:end].decode() for start, end in itertools.pairwise(bounds)]
+        if self.valid is not None:
+            for row in np.flatnonzero(~self.valid).tolist():
+                strings[row] = None
+        return strings
 
     @property
     def validity(self) -> np.ndarray:
@@ -172,6 +187,12 @@ class IdColumn:
             assert text is not None  # an id column has no missing values
             return text
         return int(self.values[row])
+
+    def tolist(self) -> list[int | str]:
+        """All of them as Python values."""
+        if isinstance(self.values, StringColumn):
+            return [text for text in self.values.tolist() if text is not None]  # none is missing
+        return self.values.tolist()
 
     @classmethod
     def concatenate(cls, parts: Sequence[IdColumn]) -> IdColumn:

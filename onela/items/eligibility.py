@@ -62,16 +62,14 @@ class Eligibility:
         """Whether nothing is left."""
         return self.num_nodes[-1] == 0
 
-    def keep(self, items: Sequence[int]) -> list[int]:
-        """Those of `items` that are eligible, in their order: some items of an eligible SID may not be."""
-        array = np.asarray(items, dtype=np.int64)
+    def kept(self, items: np.ndarray) -> np.ndarray:
+        """Which of `items`, [M] integers, are eligible, [M] bool: some items of an eligible SID may not be."""
         if self.base is None:
-            kept = np.isin(array, self.allowed)
-        else:
-            kept = ~np.isin(array, self.excluded)
-            if self.base.items is not None:
-                kept &= self.base.items[array]
-        return array[kept].tolist()
+            return np.isin(items, self.allowed)
+        kept = ~np.isin(items, self.excluded)
+        if self.base.items is not None:
+            kept &= self.base.items[items]
+        return kept
 
 
 class EligibilityIndex:

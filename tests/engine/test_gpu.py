@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from bench.qwen3 import SMALL, SMALL_NEXT
 from onela import BeamParams, Engine, EngineConfig, Request, Result
 from onela.bench.models import TINY, random_model
 from onela.engine.graphs import waiting_is_an_error
@@ -129,6 +130,26 @@ def test_what_cannot_be_captured_runs_without_graphs(model: Any) -> None:
     assert engine.runner.graphs is not None
     assert engine.runner.graphs.failure is not None
     check(engine.generate(REQUESTS), wanted, 2e-3)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_next"])
+def test_every_family_runs_as_graphs(family: str) -> None:
+    """In bf16 a mixture of experts is one grouped product, which nobody waits for."""
+    shape = SMALL | {"model_type": family} | (SMALL_NEXT if family == "qwen3_next" else {})
+    model = random_model(shape, torch.bfloat16, torch.device("cuda"))
+    params = BeamParams(beam_width_array=(16, 384, 900))
+    scores = []
+    for graphs in (True, False):
+        engine = engine_of(model, cuda_graphs=graphs)
+        results = engine.generate(REQUESTS, params)
+        if graphs:
+            assert engine.runner.graphs is not None
+            assert engine.runner.graphs.failure is None
+            assert engine.runner.graphs.num_captures == 2
+        scores.append([{item.sid: item.cum_logprob for item in result.items} for result in results])
+    for captured, eager in zip(*scores):
+        assert captured.keys() == eager.keys()
+        assert max(abs(captured[sid] - eager[sid]) for sid in eager) < 0.1
 
 
 def test_no_step_waits_for_the_device(model: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -67,9 +68,23 @@ def check(catalog: ItemCatalog, items: list[CatalogItem]) -> None:
             assert same(catalog.record(row), item, any_weight)
             assert (catalog.title(row), catalog.metadata(row)) == (item.title, item.metadata)
             assert catalog.weight(row) == (item.weight or 0.0)
+    order = np.array([*range(len(sids) - 1, -1, -1), 0])
+    bounds, rows = catalog.items_at(order)
+    assert [rows[a:b].tolist() for a, b in itertools.pairwise(bounds)] == [catalog.items_of(i) for i in order]
+    assert catalog.item_ids(rows) == [catalog.item_id(row) for row in rows]
+    assert catalog.titles(rows) == [catalog.title(row) for row in rows]
     records = list(catalog.records())
     assert [record.item_id for record in records] == [item.item_id for on in expected.values() for item in on]
     assert records == [catalog.record(row) for row in range(len(items))]
+
+
+def test_many_sids_at_once_are_checked() -> None:
+    catalog = ItemCatalog.from_items([CatalogItem("a", (0, 0)), CatalogItem("b", (0, 1))])
+    for wrong in (-1, 2):
+        with pytest.raises(CatalogError, match=r"out of range 0\.\.1"):
+            catalog.items_at(np.array([0, wrong]))
+    bounds, rows = catalog.items_at(np.array([], dtype=np.int64))
+    assert (bounds.tolist(), rows.tolist(), catalog.item_ids(rows)) == ([0], [], [])
 
 
 @settings(max_examples=60)

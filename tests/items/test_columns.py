@@ -24,6 +24,7 @@ def listed(column: StringColumn) -> list[str | None]:
 @given(st.lists(st.none() | TEXT), st.data())
 def test_round_trip_take_and_concatenate(texts: list[str | None], data: st.DataObject) -> None:
     column = StringColumn.from_strings(texts)
+    assert column.tolist() == texts
     assert listed(column) == texts
     assert (column.valid is None) == (None not in texts)
     if texts:
