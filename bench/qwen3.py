@@ -20,6 +20,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,7 @@ def print_profile(engine: Engine, requests: Callable[[], Sequence[Request]], par
         print_kernels(lambda: engine.generate(asked, params), count=36, title="one request")
 
 
+@lru_cache(maxsize=1)
 def trie_of(num_items: int, codebook: int, seed: int = 0) -> ItemTrie:
     """A trie of this many random SIDs of three levels."""
     generator = np.random.default_rng(seed)

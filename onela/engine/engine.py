@@ -294,7 +294,8 @@ class Engine:
         for (served, level, normalizer), members in groups.items():
             rows = torch.cat([hidden[i] for i in members])
             logits = self.runner.level_logits(rows, level)
-            usable = torch.isfinite(logits.amax(-1)) & torch.isfinite(logits.amin(-1))
+            lowest, highest = logits.aminmax(dim=-1)
+            usable = torch.isfinite(lowest) & torch.isfinite(highest)
             log_normalizer = self.runner.log_normalizer(rows) if normalizer == "vocabulary" else None
             if log_normalizer is not None:  # the logits of tokens that are no codes
                 usable &= torch.isfinite(log_normalizer)
