@@ -10,7 +10,8 @@ from typing import Any, Literal, get_args
 
 from onela.errors import ConfigError
 
-RecurrentBackendName = Literal["replay", "full_state", "replay_ssm"]
+RecurrentBackendName = Literal["replay", "full_state", "replay_ssm", "records_moved"]
+RecurrentBackendOption = Literal["replay", "full_state", "replay_ssm", "records_moved", "auto"]
 FullStateMode = Literal["copy", "read_parent"]
 CheckpointMode = Literal["per_beam", "shared"]
 RecordDtype = Literal["auto", "float32", "bfloat16"]
@@ -35,7 +36,14 @@ class EngineConfig:
     dtype: str = _option(
         "auto", "float32, bfloat16, or auto: bfloat16 on a GPU, on a CPU what the checkpoint says"
     )
-    recurrent_backend: RecurrentBackendName = _option("replay", "how the beams' recurrent states are held")
+    recurrent_backend: RecurrentBackendOption = _option(
+        "replay",
+        "how the beams' recurrent states are held; auto: replay, or full states where SIDs are so long that these pay",
+    )
+    fused_layer_step: bool = _option(
+        True, "replay: run a Gated DeltaNet layer's step fused; false: one launch per part, to compare"
+    )
+    auto_beam_width: int = _option(128, "beams of a request that auto reckons with", minimum=1)
     full_state_mode: FullStateMode = _option(
         "copy", "full_state: copy states on reorder, or read the parent's"
     )
@@ -176,7 +184,7 @@ def _gather(
 
 BOOLEANS = {"1": True, "true": True, "0": False, "false": False}
 CHOICES: dict[str, tuple[str, ...]] = {
-    "recurrent_backend": get_args(RecurrentBackendName),
+    "recurrent_backend": get_args(RecurrentBackendOption),
     "full_state_mode": get_args(FullStateMode),
     "replay_ssm_checkpoint": get_args(CheckpointMode),
     "record_dtype": get_args(RecordDtype),

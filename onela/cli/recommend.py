@@ -51,7 +51,9 @@ def recommend(
     length_penalty: Annotated[float, typer.Option(help="0 keeps the sum.")] = BeamParams.length_penalty,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
-    recurrent_backend: Annotated[str | None, typer.Option(help="replay, full_state or replay_ssm.")] = None,
+    recurrent_backend: Annotated[
+        str | None, typer.Option(help="replay, full_state, replay_ssm or auto.")
+    ] = None,
     json_output: JsonOption = False,
 ) -> None:
     """Recommend items for one or many prompts."""

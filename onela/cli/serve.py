@@ -30,7 +30,9 @@ def serve(
     model_name: Annotated[str | None, typer.Option(help="Name in /v1/models.")] = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
-    recurrent_backend: Annotated[str | None, typer.Option(help="replay, full_state or replay_ssm.")] = None,
+    recurrent_backend: Annotated[
+        str | None, typer.Option(help="replay, full_state, replay_ssm or auto.")
+    ] = None,
     max_waiting: Annotated[int | None, typer.Option(help="Most requests that may wait.")] = None,
     max_batch_tokens: Annotated[int | None, typer.Option(help="Most prompt tokens in one step.")] = None,
     max_batch_rows: Annotated[int | None, typer.Option(help="Most beams in one step.")] = None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -36,7 +37,15 @@ from onela.errors import (
 )
 from onela.items import ItemCatalog, SidVocabulary
 from onela.models import CausalLM, load_model
-from onela.state import BeamTree, DecodeState, PromptPool, Records, make_backend
+from onela.state import (
+    REPLAYING,
+    BeamTree,
+    DecodeState,
+    PromptPool,
+    Records,
+    choose_backend,
+    make_backend,
+)
 
 
 class Engine:
@@ -78,6 +87,16 @@ class Engine:
             dtype if self.config.record_dtype == "auto" else getattr(torch, self.config.record_dtype)
         )
         geometry = model.config.geometry
+        held = self.config
+        if held.recurrent_backend == "auto":
+            choice = choose_backend(
+                geometry,
+                num_levels=vocabulary.num_levels,
+                beam_width=held.auto_beam_width,
+                dtype=dtype,
+                record_dtype=record_dtype,
+            )
+            held = dataclasses.replace(held, recurrent_backend=choice, full_state_mode="read_parent")
         prompts = PromptPool(
             geometry,
             dtype=dtype,
@@ -88,25 +107,27 @@ class Engine:
             # Tensor cores take a bf16 model's prompt states as two halves; only replay reads them so.
             split_states=self.device.type == "cuda"
             and dtype == torch.bfloat16
-            and self.config.recurrent_backend == "replay",
+            and held.recurrent_backend in REPLAYING,
         )
         records = Records(
             geometry,
             dtype=dtype,
             record_dtype=record_dtype,
             device=self.device,
-            transitions=self.config.recurrent_backend == "replay",
+            transitions=held.recurrent_backend == "replay",
+            conv_inputs=held.recurrent_backend != "records_moved",
             max_slots=self.config.max_slots,
         )
         backend = make_backend(
-            self.config.recurrent_backend,
+            held.recurrent_backend,
             geometry,
             prompts,
             records,
             dtype=dtype,
             record_dtype=record_dtype,
-            full_state_mode=self.config.full_state_mode,
-            replay_ssm_checkpoint=self.config.replay_ssm_checkpoint,
+            full_state_mode=held.full_state_mode,
+            replay_ssm_checkpoint=held.replay_ssm_checkpoint,
+            fused_layer_step=held.fused_layer_step,
         )
         self.state = DecodeState(prompts, records, backend)
         token_ids = [torch.as_tensor(vocabulary.token_ids(level)) for level in range(vocabulary.num_levels)]

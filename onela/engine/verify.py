@@ -17,6 +17,8 @@ VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("full_state_read_parent", {"recurrent_backend": "full_state", "full_state_mode": "read_parent"}),
     ("replay_ssm", {"recurrent_backend": "replay_ssm", "replay_ssm_checkpoint": "per_beam"}),
     ("replay_ssm_shared", {"recurrent_backend": "replay_ssm", "replay_ssm_checkpoint": "shared"}),
+    ("replay_unfused", {"recurrent_backend": "replay", "fused_layer_step": False}),
+    ("records_moved", {"recurrent_backend": "records_moved"}),
 )
 
 

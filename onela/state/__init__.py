@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from onela.state.backends import BACKENDS, BackendName, GatedDeltaWeights, RecurrentBackend, make_backend
+from onela.state.backends import (
+    BACKENDS,
+    REPLAYING,
+    BackendName,
+    GatedDeltaWeights,
+    RecurrentBackend,
+    make_backend,
+)
+from onela.state.choice import choose_backend
 from onela.state.geometry import AttentionGeometry, GatedDeltaGeometry, LayerGeometry
 from onela.state.inputs import PrefillInputs, StepInputs
 from onela.state.prompt import PromptPool, PromptState
@@ -30,9 +38,15 @@ class DecodeState:
         """Changes whenever any tensor of the state is replaced: pointers taken before are then worthless."""
         return self.prompts.generation, (self.records.pool.generation,), self.backend.generation
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated: for prompts, records and what the backend holds beside them."""
+        return self.prompts.nbytes + self.records.nbytes + self.backend.own_nbytes
+
 
 __all__ = [
     "BACKENDS",
+    "REPLAYING",
     "AttentionGeometry",
     "BackendName",
     "BeamTree",
@@ -46,5 +60,6 @@ __all__ = [
     "Records",
     "RecurrentBackend",
     "StepInputs",
+    "choose_backend",
     "make_backend",
 ]

@@ -1,8 +1,9 @@
-"""Three ways to hold what a beam remembers, behind one interface, in one pipeline.
+"""Ways to hold what a beam remembers, behind one interface, in one pipeline.
 
-`replay` keeps an append-only record per beam and step; `full_state` keeps a whole state per beam, as ordinary
-engines do; `replay_ssm` keeps a checkpoint and a buffer of transitions per beam and rebuilds the state at
-each step. All share the short convolution, the gates and the gated norm, so that a comparison changes one thing only.
+`replay` keeps an append-only record per beam and step; `records_moved` keeps the same records in a buffer per beam
+and copies them at each reorder; `full_state` keeps a whole state per beam, as ordinary engines do; `replay_ssm` keeps a
+checkpoint and a buffer of transitions per beam and rebuilds the state at each step. All share the short
+convolution, the gates and the gated norm, so that a comparison changes one thing only.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from onela.ops.gated_delta import (
     replay_ssm_step,
     replay_step,
 )
-from onela.ops.indexing import copy_rows, gather_rows
+from onela.ops.indexing import PAD, RowIndex, copy_rows, gather_rows
 from onela.ops.norm import gated_rms_norm
 from onela.ops.short_conv import short_conv_step
 from onela.state.geometry import GatedDeltaGeometry, LayerGeometry
@@ -35,7 +36,10 @@ from onela.state.records import Records
 
 BackendName = RecurrentBackendName
 BACKENDS: tuple[BackendName, ...] = get_args(RecurrentBackendName)
+REPLAYING: tuple[BackendName, ...] = ("replay", "records_moved")
+"""Backends that read the prompt's state as `replay_step` does."""
 CHECKPOINT_ROWS = "checkpoint_rows"
+TRANSITION = ("g", "delta", "k")
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,6 @@ class RecurrentBackend(ABC):
     """
 
     name: BackendName
-    uses_transitions = False
 
     def __init__(self, layers: Sequence[LayerGeometry], prompts: PromptPool, records: Records) -> None:
         self.geometry = {i: layer for i, layer in enumerate(layers) if isinstance(layer, GatedDeltaGeometry)}
@@ -105,8 +108,8 @@ class RecurrentBackend(ABC):
             mixed_qkv,
             weights.conv_weight,
             conv_state=self.prompts.layer(layer, "conv_state"),
-            records_x=self.records.layer(layer, "x"),
-            **inputs.index,
+            records_x=self.record(layer, "x"),
+            **self.index(inputs),
         )
         q, k, v = mixed.split([H * K, H * K, HV * V], dim=-1)
         g, beta = gated_delta_gates(a, b, A_log=weights.A_log, dt_bias=weights.dt_bias)
@@ -120,10 +123,23 @@ class RecurrentBackend(ABC):
     ) -> Tensor:
         """The recurrence alone. q, k: [N, H, K]; v: [N, HV, V]; g, beta: [N, HV]. Returns o [N, HV, V] fp32."""
 
+    def record(self, layer: int, part: str) -> Tensor:
+        """The rows of one layer's record that `index` points into."""
+        return self.records.layer(layer, part)
+
+    def index(self, inputs: StepInputs) -> RowIndex:
+        """Where each row's records go, and where its ancestors' are."""
+        return inputs.index
+
     @property
     @abstractmethod
     def nbytes(self) -> int:
         """Bytes that this backend holds for the beams' recurrent states (the prompts' not counted)."""
+
+    @property
+    def own_nbytes(self) -> int:
+        """Bytes of the backend's own tensors: what it holds beside the prompts and the records."""
+        return 0
 
     @property
     def generation(self) -> tuple[int, ...]:
@@ -132,10 +148,20 @@ class RecurrentBackend(ABC):
 
 
 class ReplayBackend(RecurrentBackend):
-    """Records and an ancestry index; nothing is built, copied or moved."""
+    """Records and an ancestry index; nothing is built, copied or moved.
+
+    Args:
+        fused: True: a layer's step is one op, in as few launches as its kernels allow. False: convolution, gates,
+            replay and norm are separate ops, as for the other backends.
+    """
 
     name: BackendName = "replay"
-    uses_transitions = True
+
+    def __init__(
+        self, layers: Sequence[LayerGeometry], prompts: PromptPool, records: Records, *, fused: bool = True
+    ) -> None:
+        super().__init__(layers, prompts, records)
+        self.fused = fused
 
     def layer_step(
         self,
@@ -147,6 +173,8 @@ class ReplayBackend(RecurrentBackend):
         a: Tensor,
         inputs: StepInputs,
     ) -> Tensor:
+        if not self.fused:
+            return super().layer_step(layer, weights, mixed_qkv, z, b, a, inputs)
         return gated_delta_layer_step(
             mixed_qkv,
             z,
@@ -159,11 +187,11 @@ class ReplayBackend(RecurrentBackend):
             norm_eps=weights.norm_eps,
             recurrent_state=self.prompts.layer(layer, "recurrent_state"),
             conv_state=self.prompts.layer(layer, "conv_state"),
-            records_g=self.records.layer(layer, "g"),
-            records_delta=self.records.layer(layer, "delta"),
-            records_k=self.records.layer(layer, "k"),
-            records_x=self.records.layer(layer, "x"),
-            **inputs.index,
+            records_g=self.record(layer, "g"),
+            records_delta=self.record(layer, "delta"),
+            records_k=self.record(layer, "k"),
+            records_x=self.record(layer, "x"),
+            **self.index(inputs),
         )
 
     def step(
@@ -176,17 +204,110 @@ class ReplayBackend(RecurrentBackend):
             g,
             beta,
             recurrent_state=self.prompts.layer(layer, "recurrent_state"),
-            records_g=self.records.layer(layer, "g"),
-            records_delta=self.records.layer(layer, "delta"),
-            records_k=self.records.layer(layer, "k"),
+            records_g=self.record(layer, "g"),
+            records_delta=self.record(layer, "delta"),
+            records_k=self.record(layer, "k"),
             out_dtype=torch.float32,
-            **inputs.index,
+            **self.index(inputs),
         )
 
     @property
     def nbytes(self) -> int:
-        names = [f"{i}.{part}" for i in self.geometry for part in ("g", "delta", "k")]
+        names = [f"{i}.{part}" for i in self.geometry for part in TRANSITION]
         return sum(self.records.pool.tensors[name].nbytes for name in names)
+
+
+class RecordsMovedBackend(ReplayBackend):
+    """Replay without an index: every beam holds the records of its own past, and reordering copies them.
+
+    A beam has a buffer of `max_depth` records in two halves, the parents' and the children's, as full states have:
+    a survivor's past is copied from the half where its parent left it into its own place in the other. The inputs of
+    the convolution lie and move with the records; only as many as its window reaches are copied. The kernels are
+    those of `replay`.
+
+    Args:
+        dtype: the model's, of keys and convolution inputs. record_dtype: of `delta`.
+        fused: as in `ReplayBackend`.
+    """
+
+    name: BackendName = "records_moved"
+
+    def __init__(
+        self,
+        layers: Sequence[LayerGeometry],
+        prompts: PromptPool,
+        records: Records,
+        *,
+        dtype: torch.dtype = torch.float32,
+        record_dtype: torch.dtype = torch.float32,
+        fused: bool = True,
+    ) -> None:
+        super().__init__(layers, prompts, records, fused=fused)
+        self.dtype = dtype
+        self.record_dtype = record_dtype
+        self.max_depth = 0
+        self.pool = GrowingTensors({}, prompts.device)
+
+    def reserve(self, num_rows: int, max_depth: int) -> None:
+        if max_depth > self.max_depth:
+            shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+            for i, layer in self.geometry.items():
+                shapes |= transition_shapes(i, layer, max_depth, self.dtype, self.record_dtype)
+                shapes[f"{i}.x"] = ((max_depth, layer.conv_dim), self.dtype)
+            self.pool = deepened(self.pool, shapes, self.max_depth)
+            self.max_depth = max_depth
+        # Rows 2r and 2r+1 are the two places of beam r, so that growing keeps every beam where it is.
+        self.pool.reserve(2 * num_rows)
+
+    def begin(self, inputs: StepInputs) -> None:
+        half = inputs.row_depths % 2
+        self._source = (2 * inputs.parent_rows + 1 - half).where(inputs.parent_rows >= 0, PAD).to(torch.int32)
+        self._target = (2 * inputs.rows + half).where(inputs.rows >= 0, PAD).to(torch.int32)
+        first = self._target * self.max_depth
+        live = inputs.slots >= 0
+        steps = torch.arange(inputs.ancestors.shape[1], dtype=torch.int32, device=first.device)
+        past = live[:, None] & (steps < inputs.row_depths[:, None])
+        self._index: RowIndex = {
+            **inputs.index,
+            "slots": (first + inputs.row_depths).where(live, PAD).to(torch.int32),
+            "ancestors": (first[:, None] + steps).where(past, PAD).to(torch.int32),
+        }
+
+    def reorder(self, inputs: StepInputs) -> None:
+        depth = inputs.ancestors.shape[1]
+        if not depth:
+            return
+        window = max((layer.conv_kernel_size for layer in self.geometry.values()), default=1) - 1
+        back = inputs.row_depths - torch.arange(
+            1, min(window, depth) + 1, dtype=torch.int32, device=self._source.device
+        ).unsqueeze(1)
+        taken = (back >= 0) & (self._source >= 0) & (self._target >= 0)
+        x_source = (self._source * self.max_depth + back).where(taken, PAD).flatten().to(torch.int32)
+        x_target = (self._target * self.max_depth + back).where(taken, PAD).flatten().to(torch.int32)
+        for i in self.geometry:
+            for part in TRANSITION:
+                rows = self.pool.tensors[f"{i}.{part}"]
+                copy_rows(rows, self._target, rows, self._source, parts=inputs.row_depths)
+            rows = self.record(i, "x")
+            copy_rows(rows, x_target, rows, x_source)
+
+    def record(self, layer: int, part: str) -> Tensor:
+        return self.pool.tensors[f"{layer}.{part}"].flatten(0, 1)
+
+    def index(self, inputs: StepInputs) -> RowIndex:
+        return self._index
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.pool.tensors[f"{i}.{part}"].nbytes for i in self.geometry for part in TRANSITION)
+
+    @property
+    def own_nbytes(self) -> int:
+        return self.pool.nbytes
+
+    @property
+    def generation(self) -> tuple[int, ...]:
+        return (self.pool.generation, self.max_depth)
 
 
 class FullStateBackend(RecurrentBackend):
@@ -258,6 +379,10 @@ class FullStateBackend(RecurrentBackend):
 
     @property
     def nbytes(self) -> int:
+        return self.pool.nbytes
+
+    @property
+    def own_nbytes(self) -> int:
         return self.pool.nbytes
 
     @property
@@ -353,6 +478,10 @@ class ReplaySsmBackend(RecurrentBackend):
         return self.pool.nbytes
 
     @property
+    def own_nbytes(self) -> int:
+        return self.pool.nbytes
+
+    @property
     def generation(self) -> tuple[int, ...]:
         return (self.pool.generation, self.max_depth)
 
@@ -362,22 +491,42 @@ class ReplaySsmBackend(RecurrentBackend):
         if not self.shared:
             shapes[CHECKPOINT_ROWS] = ((), torch.int32)
         for i, layer in self.geometry.items():
-            shapes[f"{i}.g"] = ((max_depth, layer.num_value_heads), torch.float32)
-            shapes[f"{i}.delta"] = ((max_depth, layer.num_value_heads, layer.value_dim), self.record_dtype)
-            shapes[f"{i}.k"] = ((max_depth, layer.num_key_heads, layer.key_dim), self.dtype)
+            shapes |= transition_shapes(i, layer, max_depth, self.dtype, self.record_dtype)
             if not self.shared:
                 state = (layer.num_value_heads, layer.value_dim, layer.key_dim)
                 shapes[f"{i}.checkpoint"] = (state, torch.float32)
-        grown = GrowingTensors(shapes, self.prompts.device)
-        grown.generation = self.pool.generation
-        grown.reserve(self.pool.capacity)
-        for name, tensor in self.pool.tensors.items():
-            old = tensor[: self.pool.capacity]
-            if name == CHECKPOINT_ROWS or name.endswith(".checkpoint"):
-                grown.tensors[name].copy_(old)
-            else:
-                grown.tensors[name][:, : self.max_depth] = old
-        self.pool, self.max_depth = grown, max_depth
+        self.pool, self.max_depth = deepened(self.pool, shapes, self.max_depth), max_depth
+
+
+def transition_shapes(
+    index: int,
+    layer: GatedDeltaGeometry,
+    max_depth: int,
+    dtype: torch.dtype,
+    record_dtype: torch.dtype,
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Names, shapes and dtypes of a beam's buffer of transitions in one layer."""
+    return {
+        f"{index}.g": ((max_depth, layer.num_value_heads), torch.float32),
+        f"{index}.delta": ((max_depth, layer.num_value_heads, layer.value_dim), record_dtype),
+        f"{index}.k": ((max_depth, layer.num_key_heads, layer.key_dim), dtype),
+    }
+
+
+def deepened(
+    pool: GrowingTensors, shapes: dict[str, tuple[tuple[int, ...], torch.dtype]], depth: int
+) -> GrowingTensors:
+    """Buffers for more than `depth` steps; what the beams hold is kept."""
+    grown = GrowingTensors(shapes, pool.device)
+    grown.generation = pool.generation
+    grown.reserve(pool.capacity)
+    for name, tensor in pool.tensors.items():
+        old = tensor[: pool.capacity]
+        if name == CHECKPOINT_ROWS or name.endswith(".checkpoint"):
+            grown.tensors[name].copy_(old)
+        else:
+            grown.tensors[name][:, :depth] = old
+    return grown
 
 
 def make_backend(
@@ -390,10 +539,15 @@ def make_backend(
     record_dtype: torch.dtype,
     full_state_mode: FullStateMode = "copy",
     replay_ssm_checkpoint: CheckpointMode = "per_beam",
+    fused_layer_step: bool = True,
 ) -> RecurrentBackend:
     """Build a backend by name. Raises `ConfigError` for a name that is none of `BACKENDS`."""
     if name == "replay":
-        return ReplayBackend(layers, prompts, records)
+        return ReplayBackend(layers, prompts, records, fused=fused_layer_step)
+    if name == "records_moved":
+        return RecordsMovedBackend(
+            layers, prompts, records, dtype=dtype, record_dtype=record_dtype, fused=fused_layer_step
+        )
     if name == "full_state":
         return FullStateBackend(layers, prompts, records, read_parent=full_state_mode == "read_parent")
     if name == "replay_ssm":

@@ -15,8 +15,8 @@ from onela.state.pools import GrowingTensors
 class Records:
     """The records of all layers, addressed by one slot number.
 
-    A Gated DeltaNet layer keeps `x` (the convolution's input) and, when `transitions` is set, `g`, `delta`
-    and `k`; a softmax layer keeps `k` and `v`. A request holds one extent of slots, `sum(beam widths)` long,
+    A Gated DeltaNet layer keeps `x` (the convolution's input) if `conv_inputs` is set and `g`, `delta` and `k` if
+    `transitions` is; a softmax layer keeps `k` and `v`. A request holds one extent of slots, `sum(beam widths)` long,
     its steps one after the other.
 
     Args:
@@ -24,7 +24,8 @@ class Records:
         dtype: the model's dtype, of `x`, of a transition's `k`, and of a softmax layer's `k` and `v`.
         record_dtype: dtype of `delta`.
         device: where the rows live.
-        transitions: whether Gated DeltaNet layers keep their transitions (the `replay` backend does).
+        transitions: whether Gated DeltaNet layers keep their transitions here (for `replay` they do).
+        conv_inputs: whether they keep the convolution's inputs here (for all backends but `records_moved` they do).
         max_slots: the most slots there may be; None for no limit.
     """
 
@@ -36,12 +37,14 @@ class Records:
         record_dtype: torch.dtype,
         device: torch.device,
         transitions: bool = True,
+        conv_inputs: bool = True,
         max_slots: int | None = None,
     ) -> None:
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for i, layer in enumerate(layers):
             if isinstance(layer, GatedDeltaGeometry):
-                shapes[f"{i}.x"] = ((layer.conv_dim,), dtype)
+                if conv_inputs:
+                    shapes[f"{i}.x"] = ((layer.conv_dim,), dtype)
                 if transitions:
                     shapes[f"{i}.g"] = ((layer.num_value_heads,), torch.float32)
                     shapes[f"{i}.delta"] = ((layer.num_value_heads, layer.value_dim), record_dtype)

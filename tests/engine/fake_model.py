@@ -33,7 +33,11 @@ def follow(state: float, token: int) -> float:
 
 
 class FakeModel:
-    """One recurrent layer (0) that holds a hash of the history, one softmax layer (1) that holds the tokens."""
+    """One recurrent layer (0) that holds a hash of the history, one softmax layer (1) that holds the tokens.
+
+    A beam's own hash lies in the softmax layer's record, which every backend has: how the recurrent layer's are held is
+    not seen here.
+    """
 
     def __init__(self) -> None:
         self.config = SimpleNamespace(
@@ -93,12 +97,12 @@ class FakeModel:
                 ancestors = inputs.ancestors[row, :depth].tolist()
                 h = float(state.prompts.layer(0, "recurrent_state")[prompt, 0, 0, 0])
                 if ancestors:
-                    h = float(state.records.layer(0, "x")[ancestors[-1], 0])
+                    h = float(state.records.layer(1, "v")[ancestors[-1], 0, 0])
                 own = sum(
                     float(state.records.layer(1, "k")[a, 0, 0]) * (j + 2) for j, a in enumerate(ancestors)
                 )
                 h = follow(h, token)
-                state.records.layer(0, "x")[slot, 0] = h
+                state.records.layer(1, "v")[slot] = h
                 state.records.layer(1, "k")[slot] = token
                 rows.append([h, attended + own + token])
         return torch.tensor(rows)

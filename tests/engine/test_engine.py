@@ -29,7 +29,16 @@ BACKENDS: list[dict[str, Any]] = [
     {"recurrent_backend": "full_state", "full_state_mode": "read_parent"},
     {"recurrent_backend": "replay_ssm", "replay_ssm_checkpoint": "per_beam"},
     {"recurrent_backend": "replay_ssm", "replay_ssm_checkpoint": "shared"},
+    {"recurrent_backend": "replay", "fused_layer_step": False},
+    {"recurrent_backend": "records_moved"},
 ]
+
+
+def name_of(options: dict[str, Any]) -> str:
+    """A name for a choice of options."""
+    return "-".join(str(value) for value in options.values())
+
+
 VOCABULARY = vocabulary_of(*SIZES)
 LEGAL = random_sids(120, SIZES)
 CATALOG = catalog_of(LEGAL, VOCABULARY)
@@ -57,7 +66,7 @@ def engine(checkpoint: tuple[Path, Any]) -> Engine:
     return tiny_engine(checkpoint[0], VOCABULARY, CATALOG)
 
 
-@pytest.mark.parametrize("options", BACKENDS, ids=lambda o: "-".join(o.values()))
+@pytest.mark.parametrize("options", BACKENDS, ids=name_of)
 def test_every_backend_equals_exhaustive_search(
     checkpoint: tuple[Path, Any], options: dict[str, Any]
 ) -> None:
@@ -69,6 +78,29 @@ def test_every_backend_equals_exhaustive_search(
     scorer = Scorer(model, VOCABULARY, LEGAL)
     for result, prompt, width in zip(engine.generate(requests), prompts, widths):
         check_equal(result.items, scorer.beam_search(prompt, [width] * 3))
+
+
+def test_sids_of_64_levels(tmp_path: Path) -> None:
+    """Records, tree, vocabulary and every backend at 63 ancestors; the last row is one forward over the whole path."""
+    vocabulary = vocabulary_of(*[4] * 64)
+    types = ["linear_attention", "full_attention"]
+    model = save_qwen3_5(tmp_path, gain=0.5, vocab_size=400, num_hidden_layers=2, layer_types=types)
+    requests = [Request(prompt_token_ids=random_prompt(20))]
+    answers = []
+    for options in BACKENDS:
+        engine = tiny_engine(tmp_path, vocabulary, None, **options)
+        answers.append(engine.generate(requests, BeamParams(beam_width=5)))
+    for results in answers[1:]:
+        for result, expected in zip(results, answers[0]):
+            check_equal(result.items, [(item.sid, item.cum_logprob) for item in expected.items], 1e-3)
+    for request, result in zip(requests, answers[0]):
+        item = result.items[0]
+        tokens = [int(vocabulary.token_ids(level)[code]) for level, code in enumerate(item.sid)]
+        prompt = list(request.prompt_token_ids or ())
+        logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1].detach()
+        own = [torch.as_tensor(vocabulary.token_ids(level)) for level in range(64)]
+        score = sum(float(row[ids].log_softmax(-1)[code]) for row, ids, code in zip(logits, own, item.sid))
+        assert abs(score - item.cum_logprob) < 2e-3
 
 
 @pytest.mark.parametrize("normalizer", ["level", "allowed", "vocabulary"])

@@ -13,7 +13,7 @@ from onela import BeamParams, Engine, EngineConfig, Request, Result
 from onela.bench.models import TINY, random_model
 from onela.engine.graphs import waiting_is_an_error
 from tests.engine.helpers import catalog_of, random_prompt, random_sids, vocabulary_of
-from tests.engine.test_engine import BACKENDS
+from tests.engine.test_engine import BACKENDS, name_of
 
 pytestmark = pytest.mark.gpu
 
@@ -59,7 +59,7 @@ def expected(model: Any) -> list[list[Result]]:
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
-@pytest.mark.parametrize("options", BACKENDS, ids=lambda o: "-".join(o.values()))
+@pytest.mark.parametrize("options", BACKENDS, ids=name_of)
 def test_fp32_equals_the_cpu(
     model: Any, expected: list[list[Result]], options: dict[str, Any], graphs: bool
 ) -> None:
@@ -71,7 +71,7 @@ def test_fp32_equals_the_cpu(
         assert engine.runner.graphs.num_captures == 2
 
 
-@pytest.mark.parametrize("options", BACKENDS, ids=lambda o: "-".join(o.values()))
+@pytest.mark.parametrize("options", BACKENDS, ids=name_of)
 def test_bf16_scores_every_item_as_the_cpu_does(model: Any, options: dict[str, Any]) -> None:
     """Beams wide enough for the whole catalogue, so that rounding moves scores and not items."""
     widths = BeamParams(beam_width_array=(16, 384, 900))

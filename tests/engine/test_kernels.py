@@ -18,6 +18,7 @@ from onela.ops.beam_select.kernels import beam_select as beam_select_triton
 from onela.ops.gated_delta.full_state import full_state_step_triton
 from onela.ops.gated_delta.gates import gated_delta_gates_triton
 from onela.ops.gated_delta.layer_step import gated_delta_layer_step_triton
+from onela.ops.gated_delta.replay import replay_step_triton
 from onela.ops.gated_delta.replay_ssm import replay_ssm_step_triton
 from onela.ops.norm.kernels import (
     gated_rms_norm_triton,
@@ -36,7 +37,7 @@ from tests.engine.helpers import (
     save_qwen3_5,
     vocabulary_of,
 )
-from tests.engine.test_engine import BACKENDS
+from tests.engine.test_engine import BACKENDS, name_of
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/engine/test_gpu.py runs them as they are"),
@@ -77,6 +78,7 @@ KERNELS: list[tuple[Any, str, Any]] = [
     (backends, "gated_delta_layer_step", gated_delta_layer_step_triton),
     (backends, "short_conv_step", short_conv_step_triton),
     (backends, "full_state_step", full_state_step_triton),
+    (backends, "replay_step", replay_step_triton),
     (backends, "replay_ssm_step", replay_ssm_step_triton),
     (backends, "copy_rows", copy_rows),
     (beam, "beam_select", beam_select),
@@ -96,7 +98,7 @@ def engine_of(path: Path, **options: Any) -> Engine:
     return Engine.from_pretrained(path, vocabulary=VOCABULARY, catalog=CATALOG, device="cpu", **options)
 
 
-@pytest.mark.parametrize("options", BACKENDS, ids=lambda o: "-".join(o.values()))
+@pytest.mark.parametrize("options", BACKENDS, ids=name_of)
 def test_the_engine_over_kernels_equals_the_references(
     path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ import torch
 from onela.engine.graphs import padded_shape
 from onela.engine.packing import StepShape
 from tests.engine.helpers import random_prompt, save_qwen3_5, tiny_engine
-from tests.engine.test_engine import BACKENDS
+from tests.engine.test_engine import BACKENDS, name_of
 from tests.engine.test_runner import TREES, VOCABULARY, first_width, force, start
 
 
@@ -37,7 +37,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(torch.equal(a.nan_to_num(nan=12345.0), b.nan_to_num(nan=12345.0)))
 
 
-@pytest.mark.parametrize("options", BACKENDS, ids=lambda o: "-".join(o.values()))
+@pytest.mark.parametrize("options", BACKENDS, ids=name_of)
 def test_a_padded_step_gives_the_same_rows_and_changes_nothing_more(
     path: Path, options: dict[str, Any]
 ) -> None:

@@ -12,7 +12,7 @@ from onela import BeamParams, Engine, Request
 from onela.decoding import Beams
 from onela.engine.active import ActiveRequest
 from tests.engine.helpers import random_prompt, save_qwen3_5, tiny_engine, vocabulary_of
-from tests.engine.test_engine import BACKENDS
+from tests.engine.test_engine import BACKENDS, name_of
 
 VOCABULARY = vocabulary_of(8, 8, 8, 8)
 
@@ -69,7 +69,7 @@ def start(engine: Engine, prompt: list[int], tree: list[list[int]]) -> ActiveReq
     return request
 
 
-@pytest.mark.parametrize("options", BACKENDS, ids=lambda o: "-".join(o.values()))
+@pytest.mark.parametrize("options", BACKENDS, ids=name_of)
 def test_every_beam_is_a_replay_of_its_own_tokens(
     checkpoint: tuple[Path, Any], options: dict[str, Any]
 ) -> None:
