@@ -59,6 +59,11 @@ def full_state_copy_arm(problem: Problem, out_dtype: torch.dtype | None) -> Call
     return full_state_calls(problem, out_dtype, torch.float32, copy=True)
 
 
+@arm("full_state_copy_bf16")
+def full_state_copy_bf16_arm(problem: Problem, out_dtype: torch.dtype | None) -> Calls:
+    return full_state_calls(problem, out_dtype, torch.bfloat16, copy=True)
+
+
 @arm("full_state_read_parent")
 def full_state_read_parent_arm(problem: Problem, out_dtype: torch.dtype | None) -> Calls:
     return full_state_calls(problem, out_dtype, torch.float32, copy=False)
@@ -69,9 +74,12 @@ def full_state_read_parent_bf16_arm(problem: Problem, out_dtype: torch.dtype | N
     return full_state_calls(problem, out_dtype, torch.bfloat16, copy=False)
 
 
-def replay_ssm_calls(problem: Problem, out_dtype: torch.dtype | None, *, shared: bool) -> Calls:
+def replay_ssm_calls(
+    problem: Problem, out_dtype: torch.dtype | None, dtype: torch.dtype, *, shared: bool
+) -> Calls:
     """Survivors' buffers are copied across two pools; their checkpoints equal the prompt's state, and stay in place."""
     from onela.ops.gated_delta.replay_ssm import replay_ssm_step_triton
+    from onela.ops.indexing import copy_rows
 
     case, device = problem.case, problem.state.device
     N, T = case.N, problem.calls
@@ -86,18 +94,19 @@ def replay_ssm_calls(problem: Problem, out_dtype: torch.dtype | None, *, shared:
     ]
     own = torch.arange(N, dtype=torch.int32, device=device)
     prompts = row_prompts(problem)
-    checkpoints = problem.state if shared else problem.state[prompts.long()].contiguous()
+    state = problem.state.to(dtype)
+    checkpoints = state if shared else state[prompts.long()].contiguous()
     calls: Calls = []
     for t in range(T):
         rows = (problem.q[t], problem.k[t], problem.v[t], problem.g[t], problem.beta[t])
-        parents = problem.parents[t - 1].long() if t else None
+        parents = problem.parents[t - 1] if t else None
         depths = torch.full_like(own, t)
 
         def call(rows=rows, t=t, parents=parents, depths=depths) -> Tensor:
             buffers, old = pools[t % 2], pools[1 - t % 2]
             if parents is not None:
                 for to, of in zip(buffers, old):
-                    to[:, :t] = of[parents, :t]
+                    copy_rows(to, None, of, parents, parts=depths)
             return replay_ssm_step_triton(
                 *rows,
                 checkpoints=checkpoints,
@@ -116,9 +125,19 @@ def replay_ssm_calls(problem: Problem, out_dtype: torch.dtype | None, *, shared:
 
 @arm("replay_ssm")
 def replay_ssm_arm(problem: Problem, out_dtype: torch.dtype | None) -> Calls:
-    return replay_ssm_calls(problem, out_dtype, shared=False)
+    return replay_ssm_calls(problem, out_dtype, torch.float32, shared=False)
 
 
 @arm("replay_ssm_shared")
 def replay_ssm_shared_arm(problem: Problem, out_dtype: torch.dtype | None) -> Calls:
-    return replay_ssm_calls(problem, out_dtype, shared=True)
+    return replay_ssm_calls(problem, out_dtype, torch.float32, shared=True)
+
+
+@arm("replay_ssm_bf16")
+def replay_ssm_bf16_arm(problem: Problem, out_dtype: torch.dtype | None) -> Calls:
+    return replay_ssm_calls(problem, out_dtype, torch.bfloat16, shared=False)
+
+
+@arm("replay_ssm_shared_bf16")
+def replay_ssm_shared_bf16_arm(problem: Problem, out_dtype: torch.dtype | None) -> Calls:
+    return replay_ssm_calls(problem, out_dtype, torch.bfloat16, shared=True)

@@ -44,8 +44,9 @@ FEW = 64
 """Rows that are checked where the reference would take the memory of all states."""
 
 REPLAY_CUTS = [
-    *(ReplayConfig(prefetch=prefetch) for prefetch in (False, True)),
-    *(ReplayConfig(prefetch=prefetch, programs_per_sm=1) for prefetch in (False, True)),
+    *(ReplayConfig(prefetch=p, overlap=o) for p in (False, True) for o in (False, True)),
+    ReplayConfig(overlap=True, programs_per_sm=1),
+    ReplayConfig(block_w=16, overlap=True),
 ]
 CONV_CUTS = [
     {"block_w": w, "num_warps": n, "programs_per_sm": p, "max_channels": c}

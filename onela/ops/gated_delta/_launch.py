@@ -22,6 +22,7 @@ class ReplayConfig:
         num_warps: warps of a program.
         stages: records in flight ahead of their use, through shared memory; 1: through registers.
         prefetch: bring the next tile's rows to the L2 cache while this one is computed.
+        overlap: begin while the kernel before drains (Hopper and newer): the state is loaded then, all else after it.
         programs_per_sm: programs wanted on each multiprocessor.
     """
 
@@ -30,6 +31,7 @@ class ReplayConfig:
     num_warps: int = 4
     stages: int = 1
     prefetch: bool = False
+    overlap: bool = False
     programs_per_sm: int = 2
 
 

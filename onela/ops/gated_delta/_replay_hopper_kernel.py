@@ -133,6 +133,12 @@ def load_index(p_slots, p_ancestors, s_ancestors, n, end, T: gl.constexpr):
 
 
 @gluon.jit
+def live_gates(b_g, b_beta, slot):
+    """The gates of the rows that have a slot, zeros for padding: there they may be anything."""
+    return gl.where(slot >= 0, b_g, 0.0), gl.where(slot >= 0, b_beta, 0.0)
+
+
+@gluon.jit
 def product(operands, state, BW: gl.constexpr, KB: gl.constexpr, MMA: gl.constexpr):
     """Start the rows' product with both halves of the state block."""
     acc = gl.zeros([2 * BW, 128], gl.float32, MMA)
@@ -318,6 +324,7 @@ def gated_delta_replay_hopper_kernel(
             index_2 = load_index(p_slots, p_ancestors, s_ancestors, n + 2 * BW, live_end, T)
         b_g = gl.load(p_g + n.to(gl.int64) * s_g + i_hv, mask=n < live_end, other=0.0)
         b_beta = gl.load(p_beta + n.to(gl.int64) * s_beta + i_hv, mask=n < live_end, other=0.0)
+        b_g, b_beta = live_gates(b_g, b_beta, index[0])
         for s in gl.static_range(RING):
             copy_ahead(ring, s, n, (index, index_1), base, stride, s, G)
         async_copy.wait_group(RING)
@@ -416,8 +423,7 @@ def gated_delta_replay_hopper_kernel(
                 if i_v == 0:
                     gl.store(p_records_g + slot.to(gl.int64) * HV + i_hv, b_g, mask=slot >= 0)
             n += BW
-            b_g = g_1
-            b_beta = beta_1
+            b_g, b_beta = live_gates(g_1, beta_1, index_1[0])
             index = index_1
             index_1 = index_2
             if REACH == 2:

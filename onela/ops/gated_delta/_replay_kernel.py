@@ -8,6 +8,7 @@ projections are carried over the records, oldest first. Nothing is ever divided 
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -321,6 +322,7 @@ def gated_delta_replay_kernel(
     SPLIT_STATE: tl.constexpr,
     KEY_IS_RECORD: tl.constexpr,
     NORM: tl.constexpr,
+    OVERLAP: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     i_split = tl.program_id(0)
@@ -335,13 +337,20 @@ def gated_delta_replay_kernel(
         p_cu_rows, p_prompts, p_depths, i_request, num_requests, num_rows
     )
     begin += i_split * BLOCK_W
+    if OVERLAP:
+        gdc_launch_dependents()
     if i_prompt < 0:
+        if OVERLAP:
+            gdc_wait()
         for start in range(begin, end, num_splits * BLOCK_W):
             i_rows = (start + o_w).to(tl.int64)
             p_out = p_o + ((i_rows * HV + i_hv) * V)[:, None] + o_v[None, :]
             tl.store(p_out, tl.zeros([BLOCK_W, BLOCK_V], p_o.dtype.element_ty), mask=(i_rows < end)[:, None])
         return
     if begin >= end:
+        # Even so: who waits for this kernel relies on the one before being over too.
+        if OVERLAP:
+            gdc_wait()
         return
     if PREFETCH:
         # The first tile and the second half of the state come while the first half is waited for.
@@ -352,6 +361,9 @@ def gated_delta_replay_kernel(
             p_low = p_state + ((i_prompt * HV + i_hv) * 2 + 1) * (V * K) + o_v * K
             prefetch_rows(p_low, o_v >= 0, K)
     b_high, b_low = load_state(p_state, i_prompt, i_hv, o_k, o_v, HV, K, V, SPLIT_STATE)
+    if OVERLAP:
+        # The state and the requests' bounds were loaded while the kernel before this one drained.
+        gdc_wait()
     step = num_splits * BLOCK_W
     for start in range(begin, end, step):
         i_rows = (start + o_w).to(tl.int64)

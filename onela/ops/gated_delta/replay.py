@@ -142,8 +142,10 @@ def launch_replay(
         SPLIT_STATE=recurrent_state.dim() == 5,
         KEY_IS_RECORD=k is None,
         NORM=norm is not None,
+        OVERLAP=config.overlap,
         UPCAST=INTERPRETED,
         num_warps=config.num_warps,
+        **({"launch_pdl": True} if config.overlap else {}),
     )
     return o
 

@@ -55,6 +55,7 @@ def replay(arch: int, num_warps: int, **sizes: int) -> tuple[str, str, int, int,
         "UPCAST": 0,
         "NORM": 0,
         "KEY_IS_RECORD": 0,
+        "OVERLAP": int(arch == 90),
     }
     depth = sizes.pop("depth")
     depth_sizes = {"MAX_DEPTH": depth, "DEPTH_TILE": max(depth, 2)}

@@ -155,6 +155,25 @@ def test_all_padding() -> None:
     compare(Sizes(H=2, HV=2, K=128, V=128), [None, None, None], tail=70)
 
 
+def test_padding_rows_do_not_let_their_nan_out() -> None:
+    sizes, device = Sizes(H=2, HV=2, K=128, V=128), torch.device("cuda")
+    tree = grow_tree(WIDTHS)
+    index, slots = step_index(tree, [2, 1, 2], PROMPTS, device, tail=3, pad_every=4)
+    rows = random_rows(len(slots), sizes, torch.bfloat16, device)
+    for tensor in rows.values():
+        tensor[index["slots"] < 0] = float("nan")
+    records = empty_records(tree.num_slots, sizes, torch.float32, device, k_dtype=torch.bfloat16)
+    for tensor in records.values():
+        tensor[index["ancestors"][index["ancestors"] >= 0].long()] = 0.5
+    state = split_state(random_state(3, sizes, torch.float32, device))
+    o = launch_hopper(**rows, recurrent_state=state, **records, **index)
+    assert (o[index["slots"] < 0] == 0).all()
+    assert o.isfinite().all()
+    assert all(
+        tensor[index["slots"][index["slots"] >= 0].long()].isfinite().all() for tensor in records.values()
+    )
+
+
 def test_rows_do_not_depend_on_each_other() -> None:
     """The same row alone and in a crowd gives the same bits."""
     sizes, device = Sizes(H=2, HV=2, K=128, V=128), torch.device("cuda")
