@@ -76,9 +76,14 @@ class RequestError(OneLAError, ValueError):
 
     def __init__(self, field: str, message: str, *, value: Any = None) -> None:
         self.field = field
+        self.reason = message
         self.value = value
         given = "" if value is None else f" (got {value!r})"
         super().__init__(f"{field}: {message}{given}")
+
+    def about(self, field: str) -> RequestError:
+        """The same error of a field that the user wrote under another name."""
+        return RequestError(field, self.reason, value=self.value)
 
 
 class CapacityError(OneLAError):

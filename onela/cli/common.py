@@ -30,6 +30,23 @@ VocabularyOption = Annotated[
 ]
 DeviceOption = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:N or auto.")]
 DtypeOption = Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16 or auto.")]
+ForcedPrefixOption = Annotated[
+    str | None,
+    typer.Option(
+        "--forced-prefix",
+        help="Text that every text prompt ends in; '' for none; default: the begin token of SIDs.",
+    ),
+]
+ChatTemplateOption = Annotated[
+    bool,
+    typer.Option("--chat-template", help="Put plain-text prompts through the chat template too."),
+]
+ThinkingOption = Annotated[
+    bool,
+    typer.Option(
+        "--enable-thinking", help="Let the chat template leave thinking on; default: an empty think block."
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 console = Console()

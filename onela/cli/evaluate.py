@@ -11,10 +11,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from onela.cli.common import (
     CatalogOption,
+    ChatTemplateOption,
     DeviceOption,
     DtypeOption,
+    ForcedPrefixOption,
     JsonOption,
     ModelPath,
+    ThinkingOption,
     VocabularyOption,
     load_engine,
     print_json,
@@ -49,12 +52,9 @@ def evaluate_command(
     max_history: Annotated[int | None, typer.Option(min=1, help="Latest items of a history to keep.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Take only the first lines of the data.")] = None,
     normalizer: Annotated[str, typer.Option(help="level, allowed or vocabulary.")] = BeamParams.normalizer,
-    forced_prefix: Annotated[
-        str | None, typer.Option(help="Text that every prompt ends in; default: the begin token of SIDs.")
-    ] = None,
-    chat_template: Annotated[
-        bool, typer.Option("--chat-template", help="Put text through the chat template.")
-    ] = False,
+    forced_prefix: ForcedPrefixOption = None,
+    chat_template: ChatTemplateOption = False,
+    enable_thinking: ThinkingOption = False,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     plot: Annotated[Path | None, typer.Option(help="Write recall by beam width as an image.")] = None,
@@ -73,6 +73,7 @@ def evaluate_command(
         dtype=dtype,
         forced_prefix=forced_prefix,
         chat_template=chat_template,
+        enable_thinking=enable_thinking,
     )
     reader = ExampleReader(
         engine.vocabulary, engine.catalog, template, max_history, as_tokens=engine.tokenizer is None

@@ -10,10 +10,13 @@ import typer
 
 from onela.cli.common import (
     CatalogOption,
+    ChatTemplateOption,
     DeviceOption,
     DtypeOption,
+    ForcedPrefixOption,
     JsonOption,
     ModelPath,
+    ThinkingOption,
     VocabularyOption,
     load_engine,
     print_json,
@@ -54,6 +57,9 @@ def recommend(
     recurrent_backend: Annotated[
         str | None, typer.Option(help="replay, full_state, replay_ssm or auto.")
     ] = None,
+    forced_prefix: ForcedPrefixOption = None,
+    chat_template: ChatTemplateOption = False,
+    enable_thinking: ThinkingOption = False,
     json_output: JsonOption = False,
 ) -> None:
     """Recommend items for one or many prompts."""
@@ -73,7 +79,15 @@ def recommend(
     if not asked:
         raise RequestError("--prompt", "give --prompt, --tokens or --requests")
     engine = load_engine(
-        model, catalog, vocabulary, device=device, dtype=dtype, recurrent_backend=recurrent_backend
+        model,
+        catalog,
+        vocabulary,
+        device=device,
+        dtype=dtype,
+        recurrent_backend=recurrent_backend,
+        forced_prefix=forced_prefix,
+        chat_template=chat_template,
+        enable_thinking=enable_thinking,
     )
     for number, result in enumerate(engine.generate(asked, params), 1):
         if json_output:

@@ -10,9 +10,12 @@ import typer
 
 from onela.cli.common import (
     CatalogOption,
+    ChatTemplateOption,
     DeviceOption,
     DtypeOption,
+    ForcedPrefixOption,
     ModelPath,
+    ThinkingOption,
     VocabularyOption,
     load_engine,
     read_vocabulary,
@@ -42,6 +45,9 @@ def serve(
     prompt_cache_host_bytes: Annotated[
         int | None, typer.Option(help="Host memory of the prompt cache.")
     ] = None,
+    forced_prefix: ForcedPrefixOption = None,
+    chat_template: ChatTemplateOption = False,
+    enable_thinking: ThinkingOption = False,
     replicas: Annotated[
         int | None, typer.Option(min=1, help="Serve this many replicas through Ray Serve.")
     ] = None,
@@ -75,12 +81,17 @@ def serve(
             "prompt_cache_host_bytes": prompt_cache_host_bytes,
         }
     )
+    prompts: dict[str, Any] = {"chat_template": chat_template, "enable_thinking": enable_thinking}
+    if forced_prefix is not None:
+        prompts["forced_prefix"] = forced_prefix
     if replicas is not None:
         engine_options = dataclasses.asdict(EngineConfig.from_env(**options))
         sizes: dict[str, Any] = {"num_gpus": gpus_per_replica, "num_cpus": cpus_per_replica}
-        _serve_cluster(model, catalog, vocabulary, config, engine_options, replicas, max_replicas, sizes)
+        _serve_cluster(
+            model, catalog, vocabulary, config, engine_options, prompts, replicas, max_replicas, sizes
+        )
         return
-    engine = load_engine(model, catalog, vocabulary, **options)
+    engine = load_engine(model, catalog, vocabulary, **options, **prompts)
     DrainingServer(create_app(engine, config), config).run()
 
 
@@ -90,6 +101,7 @@ def _serve_cluster(
     vocabulary: Path | None,
     config: ServerConfig,
     engine: dict[str, Any],
+    prompts: dict[str, Any],
     replicas: int,
     max_replicas: int | None,
     sizes: dict[str, Any],
@@ -109,6 +121,7 @@ def _serve_cluster(
         replicas=replicas,
         max_replicas=max_replicas,
         engine=engine,
+        prompts=prompts,
         server=dataclasses.asdict(config),
         **sizes,
     )

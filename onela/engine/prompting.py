@@ -12,6 +12,7 @@ end token `<|sid_end|>`, or a newline and the end token) is never asked for.
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,10 @@ from typing import Any
 from onela.engine.request import Request
 from onela.errors import ConfigError, RequestError
 from onela.items import SidVocabulary
+
+logger = logging.getLogger(__name__)
+AROUND = ("bos", "eos", "pad", "cls", "sep")
+"""Tokens that a tokenizer puts around a text: they say nothing of it."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +116,25 @@ class PromptEncoder:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(field, f"the text is not valid Unicode ({error.reason})") from None
-        return list(tokenizer(text, **options)["input_ids"])
+        tokens = list(tokenizer(text, **options)["input_ids"])
+        self._check_known(field, text, tokens)
+        return tokens
+
+    def _check_known(self, field: str, text: str, tokens: list[int]) -> None:
+        """Refuse a text of which the tokenizer knows nothing, and warn of one of which it knows only a part."""
+        unknown = getattr(self.tokenizer, "unk_token_id", None)
+        if unknown is None or unknown not in tokens:
+            return
+        name = getattr(self.tokenizer, "unk_token", None) or unknown
+        around = {unknown, *(getattr(self.tokenizer, f"{kind}_token_id", None) for kind in AROUND)}
+        if around.issuperset(tokens):
+            raise RequestError(
+                field, f"the tokenizer knows nothing of it, every word becomes {name!r}", value=text[:80]
+            )
+        logger.warning(
+            "%s: %d of %d tokens are unknown to the tokenizer and become %r",
+            field, tokens.count(unknown), len(tokens), name,
+        )  # fmt: skip
 
     def _need(self, field: str) -> Any:
         if self.tokenizer is None:

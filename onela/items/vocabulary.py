@@ -130,13 +130,18 @@ class SidVocabulary:
 
     @classmethod
     def from_tokenizer(
-        cls, tokenizer: Any | str | os.PathLike[str], pattern: str | Sequence[str] | None = None
+        cls,
+        tokenizer: Any | str | os.PathLike[str],
+        pattern: str | Sequence[str] | None = None,
+        *,
+        local_files_only: bool = True,
     ) -> SidVocabulary:
         """Find the SID tokens of a tokenizer by their strings.
 
         Args:
             tokenizer: a Hugging Face tokenizer (anything with `get_vocab()`), or a checkpoint directory.
             pattern: as in `from_vocab`.
+            local_files_only: whether a name is only looked for on this machine; False: on the Hugging Face Hub too.
         Raises:
             VocabularyError: the tokenizer cannot be loaded, or `from_vocab` refuses its table.
         """
@@ -144,7 +149,9 @@ class SidVocabulary:
             from transformers import AutoTokenizer
 
             try:
-                tokenizer = AutoTokenizer.from_pretrained(os.fspath(tokenizer))
+                tokenizer = AutoTokenizer.from_pretrained(
+                    os.fspath(tokenizer), local_files_only=local_files_only
+                )
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise VocabularyError(f"no tokenizer could be loaded from {tokenizer!r}: {error}") from error
         get_vocab = getattr(tokenizer, "get_vocab", None)

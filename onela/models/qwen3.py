@@ -43,14 +43,17 @@ class Qwen3(CausalLM):
         _refuse_windows(reader, num_layers)
         head_dim = reader.integer("head_dim")
         theta, rotary_dim = reader.rope(head_dim)
+        num_heads = reader.integer("num_attention_heads")
+        # As in transformers: left out it is 32, null it is one per query head.
+        ungrouped = "num_key_value_heads" in values and values["num_key_value_heads"] is None
         return ModelConfig(
             model_type="qwen3",
             vocab_size=reader.integer("vocab_size"),
             hidden_size=reader.integer("hidden_size"),
             intermediate_size=reader.integer("intermediate_size"),
             layer_types=(FULL,) * num_layers,
-            num_attention_heads=reader.integer("num_attention_heads"),
-            num_key_value_heads=reader.integer("num_key_value_heads"),
+            num_attention_heads=num_heads,
+            num_key_value_heads=num_heads if ungrouped else reader.integer("num_key_value_heads"),
             head_dim=head_dim,
             rms_norm_eps=reader.number("rms_norm_eps"),
             rope_theta=theta,

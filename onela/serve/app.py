@@ -181,8 +181,9 @@ def _add_openai(app: FastAPI, server: Server) -> None:
     @app.post("/v1/completions", responses=RESPONSES)
     async def completions(body: protocol.CompletionRequest, http: Request) -> JSONResponse:
         """OpenAI's completions: one choice per beam, best first."""
-        requests = body.to_requests(config, server.vocabulary.num_levels)
-        results = await server.run(http, *requests)
+        with protocol.field_called("prompt_token_ids", "prompt"):
+            requests = body.to_requests(config, server.vocabulary.num_levels)
+            results = await server.run(http, *requests)
         logprobs = body.logprobs is not None
         return JSONResponse(
             openai.completion_body(results, server.vocabulary, config.model_name, logprobs=logprobs)

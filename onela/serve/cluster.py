@@ -12,7 +12,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import ray
@@ -26,6 +26,7 @@ from ray.serve.handle import DeploymentHandle
 
 from onela.config import EngineConfig, ServerConfig
 from onela.engine import Engine
+from onela.engine.prompting import PromptOptions
 from onela.errors import ConfigError, UnavailableError
 from onela.items import SidVocabulary
 from onela.serve.app import create_app
@@ -52,7 +53,7 @@ class ClusterSpec:
         replicas: at the start, and the least there are. max_replicas: the most; None: as many as `replicas`.
         target_requests: requests per replica above which another one is started.
         num_gpus, num_cpus: what a replica asks Ray for.
-        engine: options of `EngineConfig`. server: options of `ServerConfig`.
+        engine: options of `EngineConfig`. server: options of `ServerConfig`. prompts: options of `PromptOptions`.
     """
 
     model: str
@@ -65,6 +66,7 @@ class ClusterSpec:
     num_cpus: float = 1
     engine: dict[str, Any] = field(default_factory=dict)
     server: dict[str, Any] = field(default_factory=dict)
+    prompts: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.replicas < 1:
@@ -74,11 +76,17 @@ class ClusterSpec:
         # Unknown options are refused here too, by name.
         EngineConfig.from_env({}, **self.engine)
         ServerConfig.from_env({}, **self.server)
+        known = {option.name for option in fields(PromptOptions)}
+        for name in self.prompts:
+            if name not in known:
+                raise ConfigError(f"{name}: unknown option of prompts; known are {', '.join(sorted(known))}")
 
     def build(self) -> Engine:
         """Load the engine of one replica."""
         vocabulary = None if self.vocabulary is None else SidVocabulary.from_token_ids(self.vocabulary)
-        return Engine.from_pretrained(self.model, catalog=self.catalog, vocabulary=vocabulary, **self.engine)
+        return Engine.from_pretrained(
+            self.model, catalog=self.catalog, vocabulary=vocabulary, **self.engine, **self.prompts
+        )
 
 
 class Replica:

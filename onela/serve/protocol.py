@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
@@ -28,6 +30,17 @@ class Body(BaseModel):
     """A body in which an unknown field is an error."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+@contextlib.contextmanager
+def field_called(name: str, written: str) -> Iterator[None]:
+    """Inside, a `RequestError` about the field `name` names it as the client has written it."""
+    try:
+        yield
+    except RequestError as error:
+        if error.field != name:
+            raise
+        raise error.about(written) from error
 
 
 class Message(Body):

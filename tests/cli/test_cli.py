@@ -13,11 +13,12 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from transformers import AutoTokenizer
 
 import onela
 from onela.cli.main import app
 from tests.engine.helpers import random_sids, save_qwen3_5, vocabulary_of
-from tests.fixtures import save_minionerec
+from tests.fixtures import Published, save_minionerec, save_openonerec
 
 SIZES = (5, 6, 4)
 
@@ -74,6 +75,38 @@ def test_recommend(files: dict[str, str]) -> None:
     one_beam = [*arguments(files), "--tokens", "1", "--beam-width", "1"]
     assert "1 items (stop)" in run("recommend", *one_beam).stdout
     assert "num_return_sequences: at most" in run("recommend", *one_beam, "-n", "2", code=2).stderr
+
+
+@pytest.fixture(scope="module")
+def chatting(tmp_path_factory: pytest.TempPathFactory) -> Published:
+    return save_openonerec(tmp_path_factory.mktemp("openonerec"), codebook_size=4)
+
+
+THINK, HEAD, TAIL = "<think>\n\n</think>\n\n", "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], "Hi<|sid_begin|>"),
+        (["--forced-prefix", ""], "Hi"),
+        (["--forced-prefix", "Next: <|sid_begin|>"], "HiNext: <|sid_begin|>"),
+        (["--chat-template"], f"{HEAD}Hi{TAIL}{THINK}<|sid_begin|>"),
+        (["--chat-template", "--enable-thinking", "--forced-prefix", ""], f"{HEAD}Hi{TAIL}"),
+    ],
+)
+def test_how_text_becomes_tokens(chatting: Published, options: list[str], expected: str) -> None:
+    """Of `recommend` by the length of the prompt that ran, of `serve` by the engine that it would have run."""
+    tokenizer = AutoTokenizer.from_pretrained(chatting.path)
+    tokens = tokenizer(expected, add_special_tokens=False)["input_ids"]
+    asked = ["--prompt", "Hi", "--beam-width", "2", "--device", "cpu", "--json"]
+    done = run("recommend", str(chatting.path), *asked, *options)
+    assert json.loads(done.stdout)["usage"]["prompt_tokens"] == len(tokens)
+    with mock.patch("onela.serve.run.DrainingServer") as served:
+        run("serve", str(chatting.path), "--device", "cpu", *options)
+    app = served.call_args.args[0]
+    encoder = app.state.server.engine.engine.prompt_encoder
+    assert encoder.encode(onela.Request(prompt="Hi")) == tokens
 
 
 def test_recommend_from_a_file_and_from_standard_input(files: dict[str, str], tmp_path: Path) -> None:

@@ -30,9 +30,10 @@ def words(tokenizer: Any, tokens: list[int]) -> str:
 
 
 class FixedTokenizer:
-    """Knows one answer, and 0 as the unknown token."""
+    """Knows one answer, 0 as the unknown token, and 1 and 2 as the tokens around a text."""
 
-    unk_token_id = 0
+    unk_token_id, unk_token = 0, "<unk>"
+    bos_token_id, eos_token_id = 1, 2
 
     def __init__(self, ids: list[int]) -> None:
         self.ids = ids
@@ -171,6 +172,24 @@ class TestRefused:
     def test_unusable_prompts(self, tokenizer: Any, prompt: dict[str, Any], message: str) -> None:
         with pytest.raises(RequestError, match=message):
             encoder(tokenizer).encode(Request(**prompt))
+
+    @pytest.mark.parametrize("ids", [[0], [1, 0, 0, 2], [0, 2]])
+    def test_text_that_the_tokenizer_knows_nothing_of(self, ids: list[int]) -> None:
+        """It would be run as the unknown token, and answered with whatever is popular."""
+        vocabulary = SidVocabulary.from_token_ids([[5], [6]])
+        with pytest.raises(
+            RequestError, match=r"prompt: the tokenizer knows nothing of it.* '<unk>'.*'some words'"
+        ):
+            PromptEncoder(FixedTokenizer(ids), vocabulary, 10).encode(Request(prompt="some words"))
+
+    def test_text_that_the_tokenizer_knows_in_part(self, caplog: pytest.LogCaptureFixture) -> None:
+        vocabulary = SidVocabulary.from_token_ids([[5], [6]])
+        encoder = PromptEncoder(FixedTokenizer([1, 0, 5, 0]), vocabulary, 10)
+        assert encoder.encode(Request(prompt="some <5> words")) == [1, 0, 5, 0]
+        assert "prompt: 2 of 4 tokens are unknown to the tokenizer and become '<unk>'" in caplog.text
+        caplog.clear()
+        assert PromptEncoder(FixedTokenizer([1, 5]), vocabulary, 10).encode(Request(prompt="<5>")) == [1, 5]
+        assert not caplog.text
 
     def test_text_beyond_the_model(self, tokenizer: Any) -> None:
         with pytest.raises(RequestError, match="prompt: token 1 lies outside the vocabulary of 264"):

@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -221,6 +222,22 @@ def test_from_tokenizer_path_and_object(tokenizer_dir: Path) -> None:
         assert vocabulary.decode_tokens(vocabulary.encode(sid)).tolist() == ids
         assert vocabulary.parse_sid(text) == sid
     assert vocabulary.begin_token_id == tokenizer.convert_tokens_to_ids("<|sid_begin|>")
+
+
+def test_from_tokenizer_stays_on_this_machine_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoTokenizer
+
+    asked = []
+
+    def load(name: str, **options: Any) -> Any:
+        asked.append((name, options))
+        raise OSError("not here")
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", load)
+    for options in ({}, {"local_files_only": False}):
+        with pytest.raises(VocabularyError, match="no tokenizer could be loaded from 'some/model': not here"):
+            SidVocabulary.from_tokenizer("some/model", **options)
+    assert asked == [("some/model", {"local_files_only": True}), ("some/model", {"local_files_only": False})]
 
 
 def test_from_tokenizer_errors(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Qwen3Config
 
 from onela.errors import ConfigError
 from onela.models import load_model
@@ -42,6 +43,19 @@ def test_no_layer_has_a_recurrent_state(tmp_path: Path) -> None:
 def test_the_whole_head_is_rotated() -> None:
     config = Qwen3.read_config({"head_dim": 128, "rope_theta": 1000000})
     assert (config.rotary_dim, config.rope_theta) == (128, 1e6)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"num_attention_heads": 64}, 32),
+        ({"num_attention_heads": 16, "num_key_value_heads": None}, 16),
+        ({"num_attention_heads": 16, "num_key_value_heads": 8}, 8),
+    ],
+)
+def test_key_heads_as_transformers_reads_them(values: dict[str, Any], expected: int) -> None:
+    assert Qwen3.read_config(values).num_key_value_heads == expected
+    assert Qwen3Config(**values).num_key_value_heads == expected
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,17 @@ def test_a_wrong_field_is_422_and_named(client: httpx.Client, change: dict[str, 
     assert field in error["message"]
 
 
+@pytest.mark.parametrize("prompt", [[97], [5] * 301, [[5], [97]], [[5], [6] * 301]])
+def test_token_prompts_of_completions_are_named_as_they_were_sent(
+    client: httpx.Client, prompt: list[Any]
+) -> None:
+    response = client.post("/v1/completions", json={"model": "onela", "prompt": prompt, "n": 4})
+    assert response.status_code == 422, response.text
+    error = response.json()["error"]
+    assert error["param"] == "prompt"
+    assert error["message"].startswith("prompt: ")
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"nul", b'{"prompt_token_ids": [NaN]}', b"\xff\xfe"])
 def test_what_is_no_json_object_is_422(client: httpx.Client, content: bytes) -> None:
     response = client.post("/v1/recommend", content=content, headers={"content-type": "application/json"})

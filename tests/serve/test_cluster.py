@@ -167,6 +167,6 @@ def test_the_deployment_file_is_what_the_code_takes() -> None:
     assert spec.max_replicas == 8
     with pytest.raises(ConfigError, match="max_replicas: 1 is less"):
         ClusterSpec(**{**application["args"], "max_replicas": 1})
-    for part in ("engine", "server"):
+    for part in ("engine", "server", "prompts"):
         with pytest.raises(ConfigError, match="beams: unknown option"):
             ClusterSpec(**{**application["args"], part: {"beams": 3}})
