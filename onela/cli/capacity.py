@@ -24,6 +24,7 @@ from onela.state.capacity import (
     max_requests,
     own_capacity,
     published_capacity,
+    spare_slots,
 )
 from onela.state.geometry import GatedDeltaGeometry, LayerGeometry
 
@@ -103,7 +104,7 @@ def capacity(
             )
             request = RequestSize(prompt_tokens, possible_widths(beam_width, codebook_size, length))
             fits = [max_requests(served, arm, request, room) for arm in ARMS]
-            report += [_fit_line(fit, length, room, request, page_size) for fit in fits]
+            report += [_fit_line(fit, length, room, served, request) for fit in fits]
             if not json_output:
                 title = f"fit into {format_bytes(room)}: W={beam_width} O={length}, prompt {prompt_tokens}"
                 print_table(title, FIT_COLUMNS, [_fit_row(fit) for fit in fits])
@@ -150,8 +151,8 @@ def _fit_row(fit: Fit) -> list[str]:
     return [fit.arm, str(fit.num_requests), format_bytes(fit.request_bytes), *sums]
 
 
-def _fit_line(fit: Fit, length: int, room: int, request: RequestSize, page_size: int) -> dict[str, Any]:
-    pages = -(-request.prompt_tokens // page_size)
+def _fit_line(fit: Fit, length: int, room: int, served: ServedModel, request: RequestSize) -> dict[str, Any]:
+    pages = -(-request.prompt_tokens // served.page_size)
     return {
         "tokens": length,
         "accounting": "requests that fit",
@@ -162,7 +163,8 @@ def _fit_line(fit: Fit, length: int, room: int, request: RequestSize, page_size:
         "parts": fit.parts,
         "limits": {
             "max_prompts": fit.num_requests,
-            "max_slots": fit.num_requests * request.num_slots,
+            "max_slots": fit.num_requests * request.num_slots
+            + spare_slots(served, request, fit.num_requests),
             "max_pages": fit.num_requests * pages if fit.parts["kv_pages"] else None,
         },
     }

@@ -25,6 +25,7 @@ class ActiveRequest:
         request, params, prompt_token_ids: what was asked.
         asked: items to return. widths: beams after each step, impossible ones left out.
         prompt: its place in the prompt pool. first_slot, first_row: its extents of record slots and of beam places.
+        spare_slot: where the records of its last step go, in the batch that runs it.
         served: the catalogue that it began with. eligibility: what it may get; None: everything.
         mask_row: its row of the served catalogue's masks, once it has one.
         beams: living beams. tree: their ancestors.
@@ -51,6 +52,7 @@ class ActiveRequest:
     mask_row: int | None = None
     prompt: PromptState | None = None
     first_slot: int = 0
+    spare_slot: int = 0
     first_row: int = 0
     path_scores: Tensor | None = None
     invalid: Tensor | None = None
@@ -84,8 +86,18 @@ class ActiveRequest:
 
     @property
     def num_slots(self) -> int:
-        """Record slots that the request needs: one per beam and decode step."""
-        return sum(self.widths[:-1])
+        """Record slots that the request needs: one per beam and decode step, the last step apart."""
+        return sum(self.widths[:-2])
+
+    @property
+    def num_spare(self) -> int:
+        """Beams of the last decode step, whose records nobody reads."""
+        return self.widths[-2] if len(self.widths) > 1 else 0
+
+    @property
+    def in_last_step(self) -> bool:
+        """Whether the decode step that comes next is the last one."""
+        return self.level == len(self.widths) - 1
 
     @property
     def num_rows(self) -> int:
@@ -95,6 +107,8 @@ class ActiveRequest:
     @property
     def step_start(self) -> int:
         """Slot of the first of the current beams' records; they adjoin."""
+        if self.in_last_step:
+            return self.spare_slot
         return self.first_slot + sum(self.widths[: self.level - 1])
 
     @property
@@ -110,7 +124,7 @@ class ActiveRequest:
         """Take the survivors of a selection. The only place where a request's tree moves on."""
         if self.level == 0:
             self.tree = BeamTree.root(survivors.width, survivors.codes.device)
-        else:
+        elif not self.in_last_step:  # after the last step nobody asks for ancestors
             self.tree = self.tree.advance(survivors.parent_beams, self.step_slots)
         if self.request.logprobs:
             scores = survivors.cum_logprobs[:, None]

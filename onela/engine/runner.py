@@ -75,6 +75,11 @@ class Runner:
             return []
         places = max(r.first_row + r.num_rows for r in requests)
         self.state.backend.reserve(places, max(len(r.widths) - 1 for r in requests))
+        slot = self.state.records.spare_start
+        for request in requests:
+            if request.in_last_step:
+                request.spare_slot = slot
+                slot += request.beams.width
         hidden = None
         if self.graphs is not None:
             hidden = self.graphs.run(requests, self.token_table, self.level_starts)

@@ -112,7 +112,7 @@ class Scheduler:
         config = self.config
         pages = self.prompts.pages_needed(len(request.prompt_token_ids))
         needs = (
-            ("max_slots", request.num_slots, config.max_slots, "record slots"),
+            ("max_slots", request.num_slots + request.num_spare, config.max_slots, "record slots"),
             ("max_pages", pages, config.max_pages, "KV pages"),
             ("max_batch_rows", request.num_rows, config.max_batch_rows, "beams in a step"),
         )
@@ -193,6 +193,8 @@ class Scheduler:
         self._departures.append(self.clock())
         if request.num_slots:
             self.records.free(request.first_slot, request.num_slots)
+        if not self.running:
+            self.records.free_spare()
         self.rows.free(request.first_row, request.num_rows)
         if request.prompt is not None:
             self.prompts.free(request.prompt)
@@ -220,13 +222,14 @@ class Scheduler:
 
     def _admit(self, request: ActiveRequest) -> bool:
         """Give a request all it needs, if there is room for it now."""
-        if not self.records.slots.fits(request.num_slots):
+        num_spare = self._spare_needed(request)
+        if not self.records.fits(request.num_slots, num_spare):
             return False
         request.prompt = self._allocate_prompt(request)
         if request.prompt is None:
             return False
         try:
-            request.first_slot = self.records.allocate(request.num_slots) if request.num_slots else 0
+            request.first_slot = self.records.admit(request.num_slots, num_spare)
         except BaseException:
             self.prompts.free(request.prompt)
             request.prompt = None
@@ -238,6 +241,11 @@ class Scheduler:
             other.overtaken += other.order < request.order
         self.running.append(request)
         return True
+
+    def _spare_needed(self, request: ActiveRequest) -> int:
+        """Rows that can be in their last step in one forward, with this request admitted: as many as fit into one."""
+        widths = [r.num_spare for r in [*self.running, request]]
+        return min(sum(widths), max(self.config.max_batch_rows, *widths))
 
     def _allocate_prompt(self, request: ActiveRequest) -> PromptState | None:
         if self.cache is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Sequence
 
 from onela.errors import CapacityError
 
@@ -47,6 +48,19 @@ class ExtentAllocator:
     def free(self, start: int, size: int) -> None:
         """Give back a range exactly as it was taken."""
         self._taken.remove((start, size))
+
+    def planned(self, sizes: Sequence[int], without: tuple[int, int] | None = None) -> list[int] | None:
+        """Where ranges of these sizes would lie, `without` a range that is given back first; None: there is no room."""
+        trial = ExtentAllocator(self.name, self.limit)
+        trial._taken = [taken for taken in self._taken if taken != without]
+        try:
+            return [trial.allocate(size) if size else 0 for size in sizes]
+        except CapacityError:
+            return None
+
+    def take(self, start: int, size: int) -> None:
+        """Take a range that is free, where `planned` has put it."""
+        bisect.insort(self._taken, (start, size))
 
     def _find(self, size: int) -> int:
         start = 0

@@ -135,8 +135,13 @@ class RequestSize:
 
     @property
     def num_slots(self) -> int:
-        """Record slots: one per beam and decode step."""
-        return sum(self.widths[:-1])
+        """Record slots of its own: one per beam and decode step, the last step apart."""
+        return sum(self.widths[:-2])
+
+    @property
+    def num_spare(self) -> int:
+        """Rows of its last decode step; their records are read by nobody, and share slots with other requests'."""
+        return self.widths[-2] if len(self.widths) > 1 else 0
 
     @property
     def num_rows(self) -> int:
@@ -191,6 +196,8 @@ class Fit:
 RUNTIME_BYTES = 1 << 30
 """Kept free for what no formula knows: the CUDA context, the libraries' workspaces, the allocator's rounding."""
 
+MOST_REQUESTS = 1 << 32
+
 
 def pool_bytes(model: ServedModel, arm: str, request: RequestSize, num_requests: int) -> dict[str, int]:
     """Bytes that the pools hold for `num_requests` such requests, reserved at once: exactly what is allocated.
@@ -229,7 +236,14 @@ def pool_bytes(model: ServedModel, arm: str, request: RequestSize, num_requests:
         "records": request.num_slots * slot,
         "beam_states": request.num_rows * beam,
     }
-    return {name: num_requests * value for name, value in each.items()}
+    together = {name: num_requests * value for name, value in each.items()}
+    together["records"] += spare_slots(model, request, num_requests) * slot
+    return together
+
+
+def spare_slots(model: ServedModel, request: RequestSize, num_requests: int) -> int:
+    """Slots for the records of last steps: of as many rows as can take theirs in one forward."""
+    return min(num_requests * request.num_spare, max(model.max_batch_rows, request.num_spare))
 
 
 def workspace_bytes(model: ServedModel, request: RequestSize, num_requests: int) -> dict[str, int]:
@@ -262,10 +276,16 @@ def max_requests(model: ServedModel, arm: str, request: RequestSize, memory: int
     def parts(count: int) -> dict[str, int]:
         return workspace_bytes(model, request, count) | pool_bytes(model, arm, request, count)
 
-    each = sum(pool_bytes(model, arm, request, 1).values())
-    low, high = 0, memory // max(each, 1) + 1
-    # The workspace grows with the requests until a forward is full, so the sum is monotone.
+    def fits(count: int) -> bool:
+        return sum(parts(count).values()) <= memory
+
+    # Every part grows with the requests. A model without layers holds nothing for them: then any number fits.
+    high = 1
+    while high < MOST_REQUESTS and fits(high):
+        high *= 2
+    low = 0
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if sum(parts(middle).values()) <= memory else (low, middle)
-    return Fit(arm, low, parts(low), each)
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    more = sum(pool_bytes(model, arm, request, low + 1).values())
+    return Fit(arm, low, parts(low), more - sum(pool_bytes(model, arm, request, low).values()))

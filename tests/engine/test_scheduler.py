@@ -386,3 +386,24 @@ def test_logprobs_of_tokens_add_up_to_the_items() -> None:
             score = prefixes.setdefault(item.sid[:length], sum(item.token_logprobs[:length]))
             assert score == pytest.approx(sum(item.token_logprobs[:length]), abs=1e-5)
     assert answer(result) == answer(alone(Request(prompt_token_ids=prompt_of(7)), BeamParams(beam_width=30)))
+
+
+def test_the_last_step_of_a_request_takes_no_slots_of_its_own() -> None:
+    """Twelve requests of three levels decode together; a forward holds three of them, and so do the spare slots."""
+    engine = fake_engine(None, max_batch_rows=20)
+    clock = with_clock(engine)
+    requests = [Request(prompt_token_ids=prompt_of(5, seed)) for seed in range(12)]
+    active = [engine.submit(request, BeamParams(beam_width=6)) for request in requests]
+    most = 0
+    while engine.scheduler.has_work:
+        engine.step()
+        clock.now += 1
+        most = max(most, engine.state.records.slots.num_taken)
+        assert engine.state.records.spare_size <= 2 * 20
+    # Six beams of one step each, where two steps of each would be 144.
+    assert most <= 12 * 6 + 2 * 20
+    for request in active:
+        assert answer(request.outcome) == answer(
+            fake_engine(None).generate([request.request], BeamParams(beam_width=6))[0]
+        )
+    check_nothing_is_held(engine)

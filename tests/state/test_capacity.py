@@ -22,6 +22,7 @@ from onela.state.capacity import (
     own_capacity,
     pool_bytes,
     published_capacity,
+    spare_slots,
 )
 from onela.state.geometry import AttentionGeometry, GatedDeltaGeometry
 from tests.engine.helpers import save_qwen3_5, tiny_engine, vocabulary_of
@@ -62,7 +63,8 @@ def test_the_formula_is_what_is_allocated(
     """Equal widths at every step, so that nothing but the workload decides; the prompts' share is added by hand."""
     save_qwen3_5(tmp_path)
     vocabulary = vocabulary_of(24, 24, 24)
-    engine = tiny_engine(tmp_path, vocabulary, None, record_dtype=record_dtype, **options)
+    options = {**options, "record_dtype": record_dtype, "max_slots": 3 * 24 * 2}
+    engine = tiny_engine(tmp_path, vocabulary, None, **options)
     engine.generate([Request(prompt_token_ids=[1, 2, 3 + i]) for i in range(3)], BeamParams(beam_width=24))
     layers = engine.model.config.geometry
     workload = Workload(num_requests=3, beam_width=24, num_steps=2)
@@ -90,20 +92,22 @@ def test_what_fits_is_what_the_pools_allocate(tmp_path: Any, arm: str, dtype: st
     save_qwen3_5(tmp_path)
     kind = getattr(torch, dtype)
     vocabulary = vocabulary_of(24, 24, 24)
-    sizes = {"tokens": 100, "widths": (20, 24, 16)}
+    sizes = {"tokens": 100, "widths": (20, 24, 24, 16)}
     served = ServedModel(
         tiny_engine(tmp_path, vocabulary, None).model.config.geometry,
         weight_bytes=weight_bytes(tmp_path, kind, num_head_rows=72),
         dtype=kind,
         record_dtype=kind,
         page_size=16,
+        max_batch_rows=100,
     )
     request = RequestSize(sizes["tokens"], sizes["widths"])
-    memory = (1 << 30) + served.weight_bytes + (3 << 20)
+    memory = (1 << 30) + served.weight_bytes + (6 << 20)
     fit = max_requests(served, arm, request, memory)
     assert fit.total <= memory < fit.total + fit.request_bytes
     assert fit.num_requests > 1
     count = fit.num_requests
+    spare = spare_slots(served, request, count)
     engine = tiny_engine(
         tmp_path,
         vocabulary,
@@ -111,7 +115,7 @@ def test_what_fits_is_what_the_pools_allocate(tmp_path: Any, arm: str, dtype: st
         dtype=dtype,
         page_size=16,
         max_prompts=count,
-        max_slots=count * request.num_slots,
+        max_slots=count * request.num_slots + spare,
         max_pages=count * 7,
         **dict(VARIANTS)[arm],
     )
@@ -121,7 +125,7 @@ def test_what_fits_is_what_the_pools_allocate(tmp_path: Any, arm: str, dtype: st
     prompts, records, backend = engine.state.prompts, engine.state.records, engine.state.backend
     for _ in range(count):
         prompts.allocate(request.prompt_tokens)
-        records.allocate(request.num_slots)
+        records.admit(request.num_slots, spare)
     backend.reserve(count * request.num_rows, len(request.widths) - 1)
     held = prompts.nbytes + records.nbytes + (0 if arm == "replay" else backend.nbytes)
     assert held == sum(pool_bytes(served, arm, request, count).values())
