@@ -21,6 +21,8 @@ from onela.state.geometry import AttentionGeometry, GatedDeltaGeometry, LayerGeo
 from onela.state.prompt import TABLE_STEP
 
 ARMS = ("replay", "full_state_copy", "full_state_read_parent", "replay_ssm", "replay_ssm_shared")
+FIT_ARMS = (*ARMS, "replay_unfused", "records_moved")
+"""Arms whose pools are counted: also the two that exist to be compared with."""
 INDEX_BYTES = 4
 FP32_BYTES = 4
 
@@ -177,7 +179,7 @@ class Fit:
     """How many equal requests of one arm fit into a memory at the same time.
 
     Attributes:
-        arm: one of `ARMS`. num_requests: as many as fit.
+        arm: one of `FIT_ARMS`. num_requests: as many as fit.
         parts: bytes by what they are for, with that many requests.
         request_bytes: what one request more would take in the pools.
     """
@@ -203,15 +205,15 @@ def pool_bytes(model: ServedModel, arm: str, request: RequestSize, num_requests:
     """Bytes that the pools hold for `num_requests` such requests, reserved at once: exactly what is allocated.
 
     Args:
-        arm: one of `ARMS`.
+        arm: one of `FIT_ARMS`.
     Returns:
-        Bytes of `kv_pages`, `recurrent_states`, `conv_states`, `page_table`, `records` and `beam_states` (what
-        `full_state` and `replay_ssm` hold per beam).
+        Bytes of `kv_pages`, `recurrent_states`, `conv_states`, `page_table`, `records` and `beam_states` (what all
+        backends but `replay` hold per beam).
     Raises:
         ConfigError: the arm is unknown.
     """
-    if arm not in ARMS:
-        raise ConfigError(f"backend: {arm!r} is none of {', '.join(ARMS)}")
+    if arm not in FIT_ARMS:
+        raise ConfigError(f"backend: {arm!r} is none of {', '.join(FIT_ARMS)}")
     linear = gated_delta_layers(model.layers)
     softmax = [layer for layer in model.layers if isinstance(layer, AttentionGeometry)]
     steps = len(request.widths) - 1
@@ -221,12 +223,16 @@ def pool_bytes(model: ServedModel, arm: str, request: RequestSize, num_requests:
     tails = sum(layer.conv_dim * (layer.conv_kernel_size - 1) for layer in linear) * model.dtype.itemsize
     inputs = sum(layer.conv_dim for layer in linear) * model.dtype.itemsize
     transitions = sum(record_bytes(layer, model.dtype, model.record_dtype) for layer in linear)
-    slot = key_value + inputs + (transitions if arm == "replay" else 0)
+    slot = key_value + (0 if arm == "records_moved" else inputs)
+    if arm in ("replay", "replay_unfused"):
+        slot += transitions
     beam = 0
     if arm.startswith("full_state"):
         beam = 2 * states
     elif arm.startswith("replay_ssm"):
         beam = steps * transitions + (states + INDEX_BYTES if arm == "replay_ssm" else 0)
+    elif arm == "records_moved":
+        beam = 2 * steps * (transitions + inputs)
     columns = -(-pages // TABLE_STEP) * TABLE_STEP
     each = {
         "kv_pages": pages * model.page_size * key_value,
