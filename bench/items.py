@@ -1,4 +1,4 @@
-"""The item benchmark: build, save and map a catalogue of ten million items, and step its trie with thousands of beams.
+"""The item benchmark: build, save and map a catalogue of ten million items, and its trie alone.
 
 SIDs are uniform random codes, which is the worst case for the trie: nearly every prefix of two levels is its own. Each
 run is a process of its own, so that its peak of resident memory (imports and inputs included) is its own too. What is
@@ -25,13 +25,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
-import torch
 
 from bench.common import append_result, commit, machine
 from onela.items import ItemCatalog, ItemTrie, convert_catalog
 
 ROOT = Path(__file__).resolve().parent.parent
-BEAMS = (512, 5000)
 UNITS = {"time": "s", "peak_rss": "GiB", "size": "GiB"}
 
 
@@ -97,35 +95,10 @@ def files(items: int, levels: int, codes: int, folder: Path) -> dict[str, float]
     return result
 
 
-def step(items: int, levels: int, codes: int, folder: Path) -> dict[str, float]:
-    """One step of many beams on the CPU, at the deepest level but one and at the deepest."""
-    _, sids = make(items, levels, codes)
-    built = ItemTrie.from_sids(sids, [codes] * levels)
-    device = built.to("cpu")
-    result = {}
-    for level in range(1, levels):
-        for beams in BEAMS:
-            nodes = torch.from_numpy(np.random.default_rng(2).integers(0, built.num_nodes(level), beams))
-            picked = device.children(level, nodes)[0][:, 0]
-            calls: dict[str, Callable[[], Any]] = {
-                "step": lambda level=level, nodes=nodes: device.step(level, nodes),
-                "allowed_mask": lambda level=level, nodes=nodes: device.allowed_mask(level, nodes),
-                "advance": lambda level=level, nodes=nodes, picked=picked: device.advance(
-                    level, nodes, picked
-                ),
-            }
-            for name, call in calls.items():
-                call()
-                times = [clock(call)[0] for _ in range(5)]
-                result[f"{name}_level{level}_beams{beams} time"] = statistics.median(times)
-    return result
-
-
 ARMS: dict[str, Callable[[int, int, int, Path], dict[str, float]]] = {
     "trie": trie,
     "catalog": catalog,
     "files": files,
-    "step": step,
 }
 
 
@@ -142,7 +115,7 @@ def main() -> None:
     parser.add_argument("--items", type=int, default=10_000_000)
     parser.add_argument("--levels", type=int, default=3)
     parser.add_argument("--codes", type=int, default=8192)
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=["trie", "catalog", "step"])
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=["trie", "catalog"])
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)

@@ -4,13 +4,12 @@ from onela.items.builder import CatalogItem
 from onela.items.catalog import ItemCatalog
 from onela.items.convert import convert_catalog
 from onela.items.device_masks import MaskPool
-from onela.items.device_trie import Candidates, DeviceTrie
+from onela.items.device_trie import DeviceTrie
 from onela.items.eligibility import Eligibility, EligibilityIndex
 from onela.items.trie import ItemTrie
 from onela.items.vocabulary import SidVocabulary
 
 __all__ = [
-    "Candidates",
     "CatalogItem",
     "DeviceTrie",
     "Eligibility",

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onela.errors import CatalogError, ShapeError
+from onela.errors import CatalogError
 from onela.items.device_trie import DeviceTrie
 from onela.items.trie import ItemTrie, pack_sids
 
@@ -84,68 +84,17 @@ def test_find_absent_sids(case: tuple[list[tuple[int, ...]], list[int]], data: s
     assert trie.find(np.array(asked)).tolist() == expected
 
 
-@given(catalogues(), st.data())
-def test_stepping_is_the_dictionary_trie(
-    case: tuple[list[tuple[int, ...]], list[int]], data: st.DataObject
-) -> None:
-    sids, sizes = case
-    sizes = [
-        min(size, 200) if max(sid[level] for sid in sids) < 200 else size for level, size in enumerate(sizes)
-    ]
-    trie, witness = ItemTrie.from_sids(sids, sizes), DictTrie(sids)
-    device = trie.to("cpu")
-    level = data.draw(st.integers(0, len(sizes) - 1))
-    prefixes = sorted({sid[:level] for sid in sids})
-    # Any order, any repeats, padding anywhere, and no row at all.
-    picked = data.draw(st.lists(st.sampled_from([None, *prefixes]), max_size=12))
-    nodes = torch.tensor(
-        [-1 if prefix is None else nodes_of(trie, [prefix], level)[0] for prefix in picked], dtype=torch.int64
-    )
-    allowed = [[] if prefix is None else witness.allowed(prefix) for prefix in picked]
-
-    rows, codes, children = device.step(level, nodes)
-    assert list(zip(rows.tolist(), codes.tolist())) == [(r, c) for r, row in enumerate(allowed) for c in row]
-    expected_children = [
-        nodes_of(trie, [(*picked[r], c)], level + 1)[0] for r, row in enumerate(allowed) for c in row
-    ]
-    assert children.tolist() == expected_children
-    assert device.num_children(level, nodes).tolist() == [len(row) for row in allowed]
-
-    padded_codes, padded_nodes = device.children(level, nodes)
-    assert padded_codes.shape == padded_nodes.shape == (len(picked), trie.max_children[level])
-    assert padded_codes[padded_codes >= 0].tolist() == codes.tolist()
-    assert padded_nodes[padded_codes >= 0].tolist() == expected_children
-    assert ((padded_codes < 0) == (padded_nodes < 0)).all()
-
-    assert device.advance(level, nodes[rows], codes).tolist() == expected_children
-    if sizes[level] <= 200:
-        mask = device.allowed_mask(level, nodes)
-        assert mask.shape == (len(picked), sizes[level])
-        assert [row.nonzero()[:, 0].tolist() for row in mask] == allowed
-        # advance answers for every code of the level, legal or not.
-        every_row = torch.arange(len(picked)).repeat_interleave(sizes[level])
-        every_code = torch.arange(sizes[level]).repeat(len(picked))
-        landed = device.advance(level, nodes[every_row], every_code)
-        assert torch.equal((landed >= 0).view(len(picked), sizes[level]), mask)
-
-
 def test_pairs_are_not_paths() -> None:
     """A table that knows only pairs of neighbours would let (1, 2, 9) through."""
-    trie = ItemTrie.from_sids([(1, 2, 3), (8, 2, 9)], [16, 16, 16]).to("cpu")
-    after_1 = trie.advance(0, trie.roots(1), torch.tensor([1]))
-    after_1_2 = trie.advance(1, after_1, torch.tensor([2]))
-    assert trie.allowed_mask(2, after_1_2).nonzero()[:, 1].tolist() == [3]
-    assert trie.step(2, after_1_2).codes.tolist() == [3]
-    assert trie.advance(2, after_1_2, torch.tensor([9])).tolist() == [-1]
-    assert ItemTrie.from_sids([(1, 2, 3), (8, 2, 9)], [16] * 3).find([[1, 2, 9], [8, 2, 9]]).tolist() == [
-        -1,
-        1,
-    ]
+    trie = ItemTrie.from_sids([(1, 2, 3), (8, 2, 9)], [16] * 3)
+    [node] = nodes_of(trie, [(1, 2)], 2)
+    assert trie.children(2, node)[0].tolist() == [3]
+    assert trie.find([[1, 2, 9], [8, 2, 9]]).tolist() == [-1, 1]
 
 
 @pytest.mark.parametrize("sizes", [(300, 20, 300), (WIDE, 20, WIDE)], ids=["one key", "two keys"])
 def test_two_hundred_thousand(sizes: tuple[int, ...]) -> None:
-    """Both ways to sort against numpy's own `unique`, then a beam of four thousand walked to the leaves."""
+    """Both ways to sort against numpy's own `unique`."""
     rng = np.random.default_rng(0)
     sids = np.stack([rng.integers(0, 300 if size == WIDE else size, 200_000) for size in sizes], axis=1)
     assert len(pack_sids(sids[:1], sizes)) == (1 if sizes[0] == 300 else 2)
@@ -154,15 +103,6 @@ def test_two_hundred_thousand(sizes: tuple[int, ...]) -> None:
     assert len(distinct) < len(sids)
     assert np.array_equal(trie.sids(np.arange(trie.num_sids)), distinct)
     assert np.array_equal(distinct[trie.find(sids)], sids)
-    device = trie.to("cpu")
-    wanted = torch.from_numpy(distinct[rng.integers(0, len(distinct), 4000)])
-    nodes = device.roots(4000)
-    for level in range(3):
-        rows, codes, children = device.step(level, nodes)
-        taken = codes == wanted[rows, level]
-        assert torch.equal(rows[taken], torch.arange(4000))
-        nodes = children[taken]
-    assert np.array_equal(distinct[nodes.numpy()], wanted.numpy())
 
 
 def test_shared_memory_on_cpu() -> None:
@@ -253,14 +193,6 @@ def test_wrong_sids(sids: list, sizes: list[int], message: str) -> None:
 
 def test_wrong_arguments() -> None:
     trie = ItemTrie.from_sids([(1, 2), (0, 1)], [2, 3])
-    device = trie.to("cpu")
-    for level in (-1, 2):
-        with pytest.raises(ShapeError, match=r"level: -?\d is out of range, the trie has levels 0\.\.1"):
-            device.step(level, device.roots(1))
-    with pytest.raises(ShapeError, match=r"nodes: shape \[1, 1\], expected \[N\]"):
-        device.allowed_mask(0, torch.zeros(1, 1, dtype=torch.int64))
-    with pytest.raises(ShapeError, match="codes: shape"):
-        device.advance(0, device.roots(2), torch.zeros(1, dtype=torch.int64))
     with pytest.raises(CatalogError, match="sids: expected integers of shape"):
         trie.find([[1, 2, 3]])
     for leaf in (-1, 2):
@@ -268,13 +200,9 @@ def test_wrong_arguments() -> None:
             trie.sids([leaf])
 
 
-def test_unsigned_sids_and_int32_nodes() -> None:
+def test_unsigned_sids() -> None:
     trie = ItemTrie.from_sids(np.array([[1, 2], [0, 1]], dtype=np.uint64), [2, 3])
     assert trie.sids([0, 1]).tolist() == [[0, 1], [1, 2]]
-    device = trie.to("cpu")
-    nodes = torch.tensor([1, -1, 0], dtype=torch.int32)
-    assert device.step(1, nodes).codes.tolist() == [2, 1]
-    assert device.advance(1, nodes, torch.tensor([2, 2, 2], dtype=torch.int32)).tolist() == [1, -1, -1]
 
 
 @pytest.mark.gpu
@@ -283,9 +211,6 @@ def test_on_a_gpu_the_same() -> None:
     rng = np.random.default_rng(1)
     trie = ItemTrie.from_sids(rng.integers(0, 50, (20_000, 3)), [50, 50, 50])
     host, device = trie.to("cpu"), trie.to("cuda")
-    nodes = torch.from_numpy(rng.integers(-1, trie.num_nodes(2), 512))
-    for ours, theirs in zip(host.step(2, nodes), device.step(2, nodes.cuda())):
+    for ours, theirs in zip((*host.offsets, *host.codes), (*device.offsets, *device.codes)):
         assert torch.equal(ours, theirs.cpu())
-    assert torch.equal(host.allowed_mask(2, nodes), device.allowed_mask(2, nodes.cuda()).cpu())
-    codes = torch.from_numpy(rng.integers(0, 50, 512))
-    assert torch.equal(host.advance(2, nodes, codes), device.advance(2, nodes.cuda(), codes.cuda()).cpu())
+    assert [device.num_nodes(level) for level in range(4)] == [trie.num_nodes(level) for level in range(4)]
