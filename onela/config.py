@@ -56,6 +56,11 @@ class EngineConfig:
     max_batch_tokens: int = _option(
         16384, "most prompt tokens in one step; longer prompts run in pieces", minimum=1
     )
+    max_tokens_beside_decode: int | None = _option(
+        None,
+        "most prompt tokens in a step that also decodes; 0: those who decode end first; none: max_batch_tokens",
+        minimum=0,
+    )
     max_batch_rows: int = _option(16384, "most beams in one decode forward", minimum=1)
     max_waiting: int = _option(4096, "most requests that may wait; one more is refused", minimum=1)
     max_overtaken: int = _option(

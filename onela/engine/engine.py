@@ -17,10 +17,11 @@ from onela.config import EngineConfig
 from onela.decoding import BeamParams, Beams
 from onela.engine.active import ActiveRequest
 from onela.engine.catalogs import Catalogs
+from onela.engine.flight import MAX_FLIGHTS, Flight
 from onela.engine.prompt_cache import PromptCache
 from onela.engine.prompting import PromptEncoder, PromptOptions
 from onela.engine.request import Request, Result, prompt_field
-from onela.engine.results import empty_result, make_result
+from onela.engine.results import HostBeams, empty_result, make_result
 from onela.engine.runner import Runner
 from onela.engine.scheduler import Batch, Scheduler
 from onela.engine.served import ServedCatalog
@@ -135,6 +136,7 @@ class Engine:
         self.cache = PromptCache(self.config, prompts) if self.config.prompt_cache_bytes else None
         self.scheduler = Scheduler(self.config, prompts, records, cache=self.cache)
         self.catalogs = Catalogs(catalog, vocabulary, self.device)
+        self._flights: deque[Flight] = deque()
         self._generating = threading.RLock()
 
     @property
@@ -248,18 +250,25 @@ class Engine:
         What goes wrong ends requests, never the engine: a request past its deadline ends with `DeadlineError`, one
         whose logits are NaN with `NumericsError`, and when a step raises, all who took part with `EngineError`.
         """
-        ended = self._expire()
-        batch = self.scheduler.schedule()
+        ended = self._land(MAX_FLIGHTS - 1) + self._expire()
+        # While prompts are being run, those whose turn would be next still come together.
+        batch = self.scheduler.schedule(prefill=not any(flight.batch.prefill for flight in self._flights))
         ended += self._refuse()
+        if not batch.members:
+            # Nothing can be done before the device has got further.
+            return ended + (self._land(len(self._flights) - 1) if self._flights and not ended else [])
         try:
             hidden = self.runner.prefill(batch.prefill) + self.runner.decode(batch.decode)
             self.scheduler.keep(batch)
             survivors = self._select(batch, hidden)
             for request, beams in zip(batch.requests, survivors):
                 request.advance(beams)
-            return ended + self._finish(batch)
+            self._flights.append(Flight.begin(batch, self.device))
         except Exception as error:  # a bug, a fault of the device: whatever it is, the others go on
             return ended + self._fail(batch.members, error)
+        # Whoever watches sees the beams as they are after this step.
+        watched = any(request.observer is not None for request in batch.requests)
+        return ended + self._land(0 if watched else MAX_FLIGHTS)
 
     def prepare(self, request: Request, params: BeamParams | None = None) -> ActiveRequest:
         """Check a request and turn it into what the engine works on. Touches nothing that a step uses.
@@ -341,27 +350,53 @@ class Engine:
                 survivors[i] = beams
         return [survivors[i] for i in range(len(requests))]
 
+    def _land(self, most: int) -> list[ActiveRequest]:
+        """Finish the steps that the device has done, and wait until at most so many are under way."""
+        ended: list[ActiveRequest] = []
+        while self._flights:
+            flight = self._flights[0]
+            members = [request for request in flight.batch.members if request.outcome is None]
+            try:
+                if len(self._flights) > most:
+                    flight.wait()
+                elif not flight.is_done:
+                    break
+                self._flights.popleft()
+                ended += self._arrive(flight)
+            except Exception as error:  # of the device's, say
+                if self._flights and self._flights[0] is flight:
+                    self._flights.popleft()
+                ended += self._fail(members, error)
+        return ended
+
     def _finish(self, batch: Batch) -> list[ActiveRequest]:
-        """Turn finished requests into results and free what they hold."""
+        """Wait for a batch whose survivors are chosen, and finish it."""
+        flight = Flight.begin(batch, self.device)
+        flight.wait()
+        return self._arrive(flight)
+
+    def _arrive(self, flight: Flight) -> list[ActiveRequest]:
+        """Turn finished requests into results and free what they hold, those left out that have ended otherwise."""
         now = self.scheduler.clock()
-        for request in batch.requests:
+        for request in flight.batch.requests:
             request.chosen_at.append(now)
             if request.observer is not None:
                 # Whoever only watches must not be able to hurt the batch.
                 with contextlib.suppress(Exception):
                     request.observer(request)
-        ended = [request for request in batch.requests if request.finished]
-        for request in ended:
-            self._end(request, self._outcome(request))
-        return ended
+        return [
+            request
+            for request, beams in zip(flight.finished, flight.answers.read())
+            if request.outcome is None and self._end(request, self._outcome(request, beams))
+        ]
 
-    def _outcome(self, request: ActiveRequest) -> Result | OneLAError:
+    def _outcome(self, request: ActiveRequest, beams: HostBeams) -> Result | OneLAError:
         """What a finished request has come to."""
-        if request.invalid is not None and bool(request.invalid):
+        if beams.invalid:
             name = request.request.request_id or "request"
             return NumericsError(f"logits: {name}: the model produced NaN or infinite logits")
         try:
-            return make_result(request, self.vocabulary, now=self.scheduler.clock())
+            return make_result(request, beams, self.vocabulary, now=self.scheduler.clock())
         except Exception as error:  # one request's answer, say an unreadable title, is no one else's trouble
             return _engine_error(error)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,10 +17,74 @@ from onela.items import SidVocabulary
 T = TypeVar("T")
 
 
-def make_result(request: ActiveRequest, vocabulary: SidVocabulary, *, now: float) -> Result:
+@dataclass(frozen=True)
+class HostBeams:
+    """A finished request's beams on the host.
+
+    Attributes:
+        scores: [W] fp32. leaves: [W] int64, trie nodes. codes: [W, length] int32.
+        paths: [W, length] fp32 scores after each code, if the request asks for them.
+        invalid: whether the model produced something that cannot be ranked.
+    """
+
+    scores: np.ndarray
+    leaves: np.ndarray
+    codes: np.ndarray
+    paths: np.ndarray | None
+    invalid: bool
+
+
+class Fetch:
+    """The beams of finished requests on their way to the host, all in one copy that nobody waits for.
+
+    Args:
+        requests: finished ones. `read` may be called when the device has got to the end of what it was given before.
+    """
+
+    def __init__(self, requests: Sequence[ActiveRequest]) -> None:
+        # The 64-bit parts come first, so that their views are aligned.
+        parts = [request.beams.trie_nodes.view(torch.int32) for request in requests]
+        self._shapes = []
+        for request in requests:
+            beams, paths = request.beams, request.path_scores
+            parts += [beams.cum_logprobs.view(torch.int32), beams.codes.flatten()]
+            if paths is not None:
+                parts.append(paths.flatten().view(torch.int32))
+            invalid = request.invalid
+            parts.append(torch.zeros_like(parts[0][:1]) if invalid is None else invalid.to(torch.int32)[None])
+            self._shapes.append((beams.width, beams.codes.shape[1], paths is not None))
+        self._flat = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int32)
+        if self._flat.is_cuda:
+            host = torch.empty(self._flat.shape, dtype=torch.int32, pin_memory=True)
+            self._flat = host.copy_(self._flat, non_blocking=True)
+
+    def read(self) -> list[HostBeams]:
+        """The beams of each request."""
+        flat = self._flat.numpy()
+        leaf, at = 0, 2 * sum(width for width, _, _ in self._shapes)
+        found = []
+        for width, length, has_paths in self._shapes:
+            leaves = flat[leaf : leaf + 2 * width].view(np.int64)
+            leaf += 2 * width
+            sizes = [width, width * length, width * length if has_paths else 0, 1]
+            scores, codes, paths, invalid = np.split(flat[at : at + sum(sizes)], np.cumsum(sizes)[:-1])
+            at += sum(sizes)
+            found.append(
+                HostBeams(
+                    scores.view(np.float32),
+                    leaves,
+                    codes.reshape(width, length),
+                    paths.view(np.float32).reshape(width, length) if has_paths else None,
+                    bool(invalid[0]),
+                )
+            )
+        return found
+
+
+def make_result(request: ActiveRequest, beams: HostBeams, vocabulary: SidVocabulary, *, now: float) -> Result:
     """Order a finished request's beams by score and look up their items; `now` is on the scheduler's clock."""
     params, catalog = request.params, request.served.catalog
-    scores, leaves, codes, paths = _to_host(request)
+    scores, leaves, codes, paths = beams.scores, beams.leaves, beams.codes, beams.paths
     # Beams stand in order of their SIDs, and a stable sort keeps that order among equal scores.
     order = np.argsort(-scores, kind="stable")
     order = order[np.isfinite(scores[order])]
@@ -65,29 +130,6 @@ def make_result(request: ActiveRequest, vocabulary: SidVocabulary, *, now: float
         request_id=request.request.request_id,
         catalog_version=request.served.version,
         timings=_timings(request, now),
-    )
-
-
-def _to_host(request: ActiveRequest) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
-    """Scores [W] fp32, trie nodes [W] int64, codes [W, length] int32 and path scores [W, length] fp32 of the beams.
-
-    They come over in one copy: each copy from a GPU would be waited for by itself.
-    """
-    beams, paths = request.beams, request.path_scores
-    width = beams.width
-    parts = [beams.trie_nodes.view(torch.int32), beams.cum_logprobs.view(torch.int32), beams.codes.flatten()]
-    if paths is not None:
-        parts.append(paths.flatten().view(torch.int32))
-    # The 64-bit part comes first, so that its view is aligned.
-    flat = torch.cat(parts).cpu().numpy()
-    codes = flat[3 * width :][: beams.codes.numel()].reshape(beams.codes.shape)
-    scores = flat[2 * width : 3 * width].view(np.float32)
-    end = 3 * width + codes.size
-    return (
-        scores,
-        flat[: 2 * width].view(np.int64),
-        codes,
-        None if paths is None else flat[end:].view(np.float32).reshape(paths.shape),
     )
 
 

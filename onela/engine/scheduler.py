@@ -149,18 +149,25 @@ class Scheduler:
         now = self.clock()
         return [r for r in [*self.waiting, *self.running] if r.deadline is not None and r.deadline <= now]
 
-    def schedule(self) -> Batch:
-        """Choose the work of the next step: decodes, pieces of prompts under way, then whoever is next in the queue."""
+    def schedule(self, *, prefill: bool = True) -> Batch:
+        """Choose the work of the next step: decodes, pieces of prompts under way, then whoever is next in the queue.
+
+        Args:
+            prefill: whether prompts may be run now.
+        """
         batch = Batch()
         rows = 0
-        budget = self.config.max_batch_tokens
         for request in self.running:
-            if request.in_prefill:
-                budget = self._take_chunk(batch, request, budget)
+            if request.in_prefill or request.finished:
                 continue
             rows += request.beams.width
             if not batch.decode or rows <= self.config.max_batch_rows:
                 batch.decode.append(request)
+        allowed = self._prefill_budget(batch) if prefill else 0
+        budget = allowed
+        for request in self.running:
+            if budget and request.in_prefill:
+                budget = self._take_chunk(batch, request, budget)
         while budget and self.waiting:
             request = self._next()
             try:
@@ -171,7 +178,7 @@ class Scheduler:
                 self.failed.append((request, error))
                 continue
             budget = self._take_chunk(batch, request, budget)
-        self.scheduled_tokens = self.config.max_batch_tokens - budget
+        self.scheduled_tokens = allowed - budget
         self.scheduled_rows = sum(request.beams.width for request in batch.decode)
         return batch
 
@@ -199,6 +206,13 @@ class Scheduler:
         if request.prompt is not None:
             self.prompts.free(request.prompt)
             request.prompt = None
+
+    def _prefill_budget(self, batch: Batch) -> int:
+        """Prompt tokens that may run beside the decodes of a batch."""
+        beside = self.config.max_tokens_beside_decode
+        if not batch.decode or beside is None:
+            return self.config.max_batch_tokens
+        return min(beside, self.config.max_batch_tokens)
 
     def _next(self) -> ActiveRequest:
         """Whose turn it is among those who wait."""

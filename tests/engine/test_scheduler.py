@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ from hypothesis import strategies as st
 
 from onela import BeamParams, CancelledError, CapacityError, DeadlineError, Engine, NumericsError, Request
 from onela.engine.active import ActiveRequest
+from onela.engine.flight import MAX_FLIGHTS, Flight
 from onela.errors import EngineError, QueueFullError, RequestError
 from tests.engine.fake_model import NAN_TOKEN, RAISE_TOKEN, alone, answer, check_nothing_is_held, fake_engine
 from tests.engine.helpers import random_prompt
@@ -27,6 +31,31 @@ def with_clock(engine: Engine) -> Clock:
     clock = Clock()
     engine.scheduler.clock = clock
     return clock
+
+
+class LateEvent:
+    """What a device that is slow says of a step: not done, so many times, unless it is waited for."""
+
+    def __init__(self, times: int) -> None:
+        self.times = times
+
+    def query(self) -> bool:
+        self.times -= 1
+        return self.times < 0
+
+    def synchronize(self) -> None:
+        self.times = 0
+
+
+@contextlib.contextmanager
+def slow_device(times: int) -> Iterator[None]:
+    """Steps are done only when they have been asked for so many times, or are waited for."""
+    begin = Flight.begin
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            Flight, "begin", lambda *given: dataclasses.replace(begin(*given), done=LateEvent(times))
+        )
+        yield
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
@@ -69,6 +98,7 @@ arrivals = st.fixed_dictionaries(
             "max_pages": st.sampled_from([10, 16, None]),
             "max_prompts": st.sampled_from([1, 3, None]),
             "max_overtaken": st.sampled_from([0, 1, 64]),
+            "max_tokens_beside_decode": st.sampled_from([None, None, 0, 5]),
             "page_size": st.just(4),
             "prompt_cache_bytes": st.sampled_from([0, 300, 1000, 100_000]),
             "prompt_cache_host_bytes": st.sampled_from([0, 300, 100_000]),
@@ -76,8 +106,16 @@ arrivals = st.fixed_dictionaries(
             "prompt_cache_tail": st.sampled_from([0, 2]),
         }
     ),
+    late=st.sampled_from([0, 0, 1, 3, 99]),
 )
-def test_every_request_ends_once_and_as_if_alone(plan: list[dict[str, Any]], options: dict[str, Any]) -> None:
+def test_every_request_ends_once_and_as_if_alone(
+    plan: list[dict[str, Any]], options: dict[str, Any], late: int
+) -> None:
+    with slow_device(late):
+        check_plan(plan, options)
+
+
+def check_plan(plan: list[dict[str, Any]], options: dict[str, Any]) -> None:
     engine = fake_engine(**options)
     clock = with_clock(engine)
     submitted: list[tuple[ActiveRequest, dict[str, Any]]] = []
@@ -152,6 +190,61 @@ def test_a_long_prompt_is_prefilled_in_pieces_beside_decode() -> None:
         assert answer(request.outcome) == answer(alone(request.request, request.params))
 
 
+def test_those_who_decode_end_before_the_next_prompts_when_no_tokens_may_run_beside_them() -> None:
+    engine = fake_engine(max_tokens_beside_decode=0)
+    requests = [engine.submit(Request(prompt_token_ids=prompt_of(9)), BeamParams(beam_width=4))]
+    engine.step()
+    requests.append(engine.submit(Request(prompt_token_ids=prompt_of(5)), BeamParams(beam_width=4)))
+    assert engine.step() == []
+    assert (requests[0].level, requests[1].prompt) == (2, None)
+    assert engine.step() == [requests[0]]
+    assert run(engine) == [requests[1]]
+
+
+def test_the_host_goes_on_while_the_device_is_at_work() -> None:
+    """One prompt and the steps of its SID are under way at a time; the next prompt waits for the first to be done."""
+    with slow_device(99):
+        engine = fake_engine()
+        for seed in range(3):
+            engine.submit(Request(prompt_token_ids=prompt_of(9, seed)), BeamParams(beam_width=4))
+        under_way = []
+        ended = engine.step()
+        for seed in range(3, 6):
+            engine.submit(Request(prompt_token_ids=prompt_of(9, seed)), BeamParams(beam_width=4))
+        while engine.scheduler.has_work:
+            under_way.append([bool(flight.batch.prefill) for flight in engine._flights])
+            ended += engine.step()
+        assert under_way[:4] == [[True], [True, False], [True, False, False], [False, False]]
+        assert max(map(len, under_way)) <= MAX_FLIGHTS
+        assert max(map(sum, under_way)) == 1
+        assert len(ended) == 6
+        assert all(answer(r.outcome) == answer(alone(r.request, r.params)) for r in ended)
+        check_nothing_is_held(engine)
+
+
+def test_a_device_that_fails_ends_the_requests_of_its_steps_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: Any) -> None:
+        raise RuntimeError("an illegal address")
+
+    with slow_device(99):
+        engine = fake_engine()
+        requests = [
+            engine.submit(Request(prompt_token_ids=prompt_of(n)), BeamParams(beam_width=4)) for n in (5, 9)
+        ]
+        ended = engine.step() + engine.step()
+        assert ended == []
+        engine.cancel(requests[0])
+        monkeypatch.setattr(LateEvent, "synchronize", broken)
+        ended = run(engine)
+        assert ended == [requests[1]]
+        assert "an illegal address" in str(requests[1].outcome)
+        monkeypatch.undo()
+    check_nothing_is_held(engine)
+    later = Request(prompt_token_ids=prompt_of(9))
+    [result] = engine.generate([later], BeamParams(beam_width=4))
+    assert answer(result) == answer(alone(later, BeamParams(beam_width=4)))
+
+
 def test_no_step_runs_more_than_the_budgets() -> None:
     engine = fake_engine(max_batch_tokens=16, max_batch_rows=20)
     for i in range(12):
@@ -159,8 +252,8 @@ def test_no_step_runs_more_than_the_budgets() -> None:
     schedule = engine.scheduler.schedule
     seen = []
 
-    def watched() -> Any:
-        batch = schedule()
+    def watched(**options: Any) -> Any:
+        batch = schedule(**options)
         assert sum(chunk.end - chunk.start for chunk in batch.prefill) <= 16
         assert sum(request.beams.width for request in batch.decode) <= 20
         seen.append(batch)
@@ -308,10 +401,10 @@ def test_a_step_that_fails_at_its_end_hands_out_what_it_has_ended_before(
     engine.step(), engine.step()
     outcome = engine._outcome
 
-    def broken(request: ActiveRequest) -> Any:
+    def broken(request: ActiveRequest, beams: Any) -> Any:
         if request is requests[1]:
             raise RuntimeError("the device is gone")
-        return outcome(request)
+        return outcome(request, beams)
 
     monkeypatch.setattr(engine, "_outcome", broken)
     assert engine.step() == requests
