@@ -135,7 +135,7 @@ def test_broken_bookkeeping_ends_everyone_and_does_not_hang() -> None:
         async with running() as engine:
             schedule = engine.engine.scheduler.schedule
 
-            def broken() -> Any:
+            def broken(**_: Any) -> Any:
                 engine.engine.scheduler.schedule = schedule  # type: ignore[method-assign]
                 raise KeyError("lost")
 
