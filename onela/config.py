@@ -90,6 +90,9 @@ class EngineConfig:
     )
     max_pages: int | None = _option(None, "most KV pages at a time; none: no limit", minimum=1)
     max_prompts: int | None = _option(None, "most prompts at a time; none: no limit", minimum=1)
+    preallocate: bool = _option(
+        False, "allocate the pools up to max_slots, max_pages and max_prompts at the start, not on demand"
+    )
 
     def __post_init__(self) -> None:
         _check_options(self)

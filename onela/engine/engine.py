@@ -131,6 +131,8 @@ class Engine:
             fused_layer_step=held.fused_layer_step,
         )
         self.state = DecodeState(prompts, records, backend)
+        if self.config.preallocate:
+            self._preallocate()
         token_ids = [torch.as_tensor(vocabulary.token_ids(level)) for level in range(vocabulary.num_levels)]
         self.runner = Runner(model, self.state, token_ids, cuda_graphs=self.config.cuda_graphs)
         self.cache = PromptCache(self.config, prompts) if self.config.prompt_cache_bytes else None
@@ -313,6 +315,16 @@ class Engine:
         elif self.cache is not None:
             self.cache.prepare(active)
         return active
+
+    def _preallocate(self) -> None:
+        """Take the memory of everything that has a limit. Raises `ConfigError` when a limit is missing."""
+        config, prompts = self.config, self.state.prompts
+        for name in ("max_slots", "max_prompts", *(("max_pages",) if prompts.has_pages else ())):
+            if getattr(config, name) is None:
+                raise ConfigError(f"preallocate: {name} must be set, there is no limit to allocate up to")
+        prompts.prompt_tensors.reserve(config.max_prompts or 0)
+        prompts.page_tensors.reserve(config.max_pages or 0)
+        self.state.records.pool.reserve(config.max_slots or 0)
 
     def _select(self, batch: Batch, hidden: Sequence[Tensor]) -> list[Beams]:
         """Choose the survivors of every request; requests of one catalogue before one level are chosen together."""

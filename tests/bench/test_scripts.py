@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import bench.capacity
 import bench.decode
 from bench.common import Failures
 
@@ -42,3 +43,27 @@ def test_failures_are_said_once_each(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out == "FAILED a: b\n"
     with pytest.raises(SystemExit, match="1 without a result: a"):
         failures.exit()
+
+
+def test_what_capacity_says_is_held_and_answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    sizes = [
+        "--width",
+        "16",
+        "--prompt",
+        "40",
+        "--tokens",
+        "4",
+        "--codebook",
+        "64",
+        "--max-batch-rows",
+        "100",
+    ]
+    words = ["capacity.py", "--tiny", "--device", "cpu", "--memory", "1040MiB", *sizes, "--out", str(path)]
+    monkeypatch.setattr("sys.argv", words)
+    bench.capacity.main()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert {line["arm"] for line in lines} == {"replay", "full_state_copy"}
+    for line in lines:
+        assert line["value"] == line["found"]["held"] == line["found"]["answered"] > 1
+        assert line["found"]["pool_bytes"] == line["pool_bytes"]

@@ -431,3 +431,16 @@ def test_small_pools_only_make_requests_wait(checkpoint: tuple[Path, Any], engin
 
 def test_no_requests_no_results(engine: Engine) -> None:
     assert engine.generate([]) == []
+
+
+def test_pools_are_allocated_at_the_start_when_that_is_asked_for(checkpoint: Any) -> None:
+    limits = {"max_slots": 90, "max_prompts": 3, "max_pages": 7}
+    engine = tiny_engine(checkpoint[0], VOCABULARY, CATALOG, preallocate=True, **limits)
+    generation = engine.state.records.pool.generation
+    assert engine.state.records.pool.capacity == 90
+    assert engine.state.prompts.prompt_tensors.capacity == 3
+    assert engine.state.prompts.page_tensors.capacity == 7
+    engine.generate([Request(prompt_token_ids=[3])], BeamParams(beam_width=4))
+    assert engine.state.records.pool.generation == generation
+    with pytest.raises(onela.ConfigError, match="preallocate: max_pages must be set"):
+        tiny_engine(checkpoint[0], VOCABULARY, CATALOG, preallocate=True, max_slots=90, max_prompts=3)
