@@ -1,9 +1,10 @@
-"""Compiles one kernel for a GPU that is not there, in a process of its own, and prints what it takes.
+"""Compiles kernels for a GPU that is not there, in a process of its own, and prints what they take.
 
-    python compile_only.py MODULE KERNEL COMPUTE_CAPABILITY WARPS 'TYPES' 'CONSTANTS'
+    python compile_only.py 'JOBS'
 
-TYPES and CONSTANTS are Python literals; `{"desc": (block, layout arguments)}` in TYPES stands for a TMA
-descriptor of bf16. Arguments in neither are int32. Prints stack bytes, registers and shared memory.
+JOBS is a Python literal, a list of (module, kernel, compute capability, warps, types, constants);
+`{"desc": (block, layout arguments)}` among the types stands for a TMA descriptor of bf16. What is in neither is int32.
+Prints stack bytes, registers and shared memory, a line per kernel.
 """
 
 from __future__ import annotations
@@ -19,35 +20,32 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
+Job = tuple[str, str, int, int, dict, dict]
+
+
 def resources(
     module: str, kernel: str, capability: int, warps: int, types: dict, constants: dict
 ) -> list[int]:
     """Stack bytes, registers of a thread and shared memory of a kernel compiled for `capability`."""
+    return resources_of_all([(module, kernel, capability, warps, types, constants)])[0]
+
+
+def resources_of_all(jobs: list[Job]) -> list[list[int]]:
+    """The same of several kernels, in one process."""
     # A process of its own: here kernels may be under the interpreter.
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment.pop("TRITON_INTERPRET", None)
-    command = [
-        sys.executable,
-        __file__,
-        module,
-        kernel,
-        str(capability),
-        str(warps),
-        repr(types),
-        repr(constants),
-    ]
+    command = [sys.executable, __file__, repr(jobs)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    return [int(number) for number in done.stdout.split()]
+    return [[int(number) for number in line.split()] for line in done.stdout.splitlines()]
 
 
-def main() -> None:
+def compile_one(module: str, name: str, capability: int, warps: int, types: dict, constants: dict) -> str:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    module, name, capability, warps = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-    types, constants = (ast.literal_eval(text) for text in sys.argv[5:])
     kernel = getattr(importlib.import_module(module), name)
     source_type = ASTSource
     for argument, given in types.items():
@@ -79,7 +77,12 @@ def main() -> None:
         cubin.unlink()
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found is not None, usage
-    print(found[2], found[1], compiled.metadata.shared)
+    return f"{found[2]} {found[1]} {compiled.metadata.shared}"
+
+
+def main() -> None:
+    for job in ast.literal_eval(sys.argv[1]):
+        print(compile_one(*job))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,87 @@
+"""The small kernels compile for sm_80, sm_90 and sm_100 without a GPU and do not spill; no kernel is left out."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+from tests.ops.compile_only import ROOT, Job, resources_of_all
+
+BF16 = "*bf16"
+ROW = {"D": 256, "BLOCK_R": 16, "BLOCK_D": 256}
+CONV_INDEX = dict.fromkeys(("p_slots", "p_ancestors", "p_cu_rows", "p_prompts", "p_depths"), "*i32")
+KERNELS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
+    "rms_norm_kernel": ("norm.kernels", 4, {"eps": "fp32"}, ROW | {"CENTERED": True, "RESIDUAL": True}),
+    "gated_rms_norm_kernel": ("norm.kernels", 4, {"eps": "fp32"}, ROW),
+    "rotary_kernel": ("norm.kernels", 4, {}, ROW | {"HALF": 32}),
+    "swiglu_kernel": ("norm.kernels", 4, {}, {"BLOCK": 4096}),
+    "sigmoid_gate_kernel": ("norm.kernels", 4, {}, ROW),
+    "qk_norm_rotary_kernel": (
+        "norm.qk_kernel", 4, {"eps": "fp32"},
+        {"HQ": 8, "HKV": 2, "D": 256, "HALF": 32, "BLOCK_D": 256, "BLOCK_Q": 8, "BLOCK_K": 2, "CENTERED": True},
+    ),
+    "short_conv_step_kernel": (
+        "short_conv.kernels", 4, CONV_INDEX, {"KERNEL": 4, "MAX_DEPTH": 3, "BLOCK_C": 1024, "BLOCK_B": 16}
+    ),
+    "beam_attention_merge_kernel": (
+        "attention.decode", 4, {"p_part_o": "*fp32", "p_part_lse": "*fp32", "p_cu_rows": "*i32"},
+        {"HQ": 8, "D": 256, "BLOCK_H": 8, "BLOCK_D": 256, "SPLITS": 4},
+    ),
+    "reorder_states_kernel": ("gated_delta._full_state_kernel", 8, {"p_parents": "*i32"}, {"BLOCK": 8192}),
+    "gates_kernel": (
+        "gated_delta.gates", 2, dict.fromkeys(("p_A_log", "p_dt_bias", "p_g", "p_beta"), "*fp32"),
+        {"HV": 16, "BLOCK_N": 32, "BLOCK_HV": 16},
+    ),
+    "copy_rows_kernel": (
+        "_copy_rows", 8, dict.fromkeys(("p_target_rows", "p_source_rows", "p_parts"), "*i32"),
+        {"HAS_TARGET": True, "HAS_SOURCE": True, "HAS_PARTS": True, "BLOCK": 8192},
+    ),
+}  # fmt: skip
+
+
+def kernel_names(source: str) -> list[str]:
+    """Functions that a GPU starts: jitted, and named `..._kernel`."""
+    return [
+        node.name
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel") and node.decorator_list
+    ]
+
+
+def pointers(module: str, kernel: str) -> list[str]:
+    path = ROOT / "onela" / "ops" / Path(*module.split(".")).with_suffix(".py")
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef) and node.name == kernel:
+            return [a.arg for a in node.args.args if a.arg.startswith("p_")]
+    raise AssertionError(f"{path} has no {kernel}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_small_kernels(capability: int) -> None:
+    jobs: list[Job] = [
+        (
+            f"onela.ops.{module}",
+            name,
+            capability,
+            warps,
+            dict.fromkeys(pointers(module, name), BF16) | types,
+            sizes,
+        )
+        for name, (module, warps, types, sizes) in KERNELS.items()
+    ]
+    used = dict(zip(KERNELS, resources_of_all(jobs)))
+    assert len(used) == len(KERNELS)
+    assert {name: stack for name, (stack, _, _) in used.items() if stack} == {}
+
+
+def test_every_kernel_is_compiled_by_some_test() -> None:
+    texts = [path.read_text() for path in (ROOT / "tests" / "ops").rglob("test_compile*.py")]
+    found = [name for path in (ROOT / "onela").rglob("*.py") for name in kernel_names(path.read_text())]
+    assert len(found) > 15
+    missing = [name for name in found if not any(name in text for text in texts)]
+    assert missing == []
