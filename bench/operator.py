@@ -238,17 +238,19 @@ def gate(name: str, problem: Problem, expected: list[Tensor]) -> float:
     return worst
 
 
-Job = tuple[str, Case, bool]
-"""Arm, case, and whether its output is also kept in fp32, as the check wants it."""
+Job = tuple[str, Case, tuple[torch.dtype | None, ...]]
+"""Arm, case, and the dtypes of its output: None is v's, as it is timed, and fp32 is what is checked."""
+
+CHECKED, TIMED = torch.float32, None
 
 
 def compile_call(job: Job) -> str:
     """Run the last call of a small case, so that its kernels are in Triton's cache; returns what went wrong."""
-    name, case, checked = job
+    name, case, out_dtypes = job
     load_arms()
     try:
         problem = build(case)
-        for out_dtype in (None, torch.float32) if checked else (None,):
+        for out_dtype in out_dtypes:
             ARMS[name](problem, out_dtype)[-1]()
         torch.cuda.synchronize()
     except ImportError:
@@ -270,7 +272,7 @@ def compile_all(jobs: list[Job], processes: int) -> None:
 def compile_ahead(names: list[str], cases: list[Case], processes: int) -> None:
     """Compile every kernel that the cases need."""
     jobs = {
-        (name, replace(case, R=2, W=64, O=o), True)
+        (name, replace(case, R=2, W=64, O=o), (CHECKED, TIMED))
         for name in names
         for case in cases
         for o in range(2, case.O + 1)
@@ -376,6 +378,9 @@ def main() -> None:
     parser.add_argument(
         "--outputs", type=int, nargs="+", default=[3, 7], help="output tokens O; O - 1 decode calls"
     )
+    parser.add_argument(
+        "--geometry", type=int, nargs=4, default=[16, 16, 128, 128], metavar=("H", "HV", "K", "V")
+    )
     parser.add_argument("--record-dtype", default="bfloat16", choices=sorted(ERROR_LIMIT))
     parser.add_argument("--processes", type=int, default=12, help="processes that compile ahead; 0: none")
     parser.add_argument("--samples", type=int, default=20)
@@ -399,7 +404,7 @@ def main() -> None:
     bandwidth = copy_bandwidth()
     print(machine(), "commit", args.commit or commit(), f"copy {bandwidth / 1e12:.2f} TB/s", flush=True)
     cases = [
-        Case(R=R, W=W, O=O, record_dtype=args.record_dtype)
+        Case(R, W, *args.geometry, O=O, record_dtype=args.record_dtype)
         for O, W, R in product(args.outputs, args.widths, args.requests)  # noqa: E741
     ]
     if args.processes:

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,11 @@ import torch
 from bench.common import RESULTS, append_result, copy_bandwidth, time_events
 from bench.operator import (
     ARMS,
+    CHECKED,
     OURS,
+    TIMED,
     Case,
+    Job,
     Problem,
     build,
     compile_all,
@@ -107,15 +111,16 @@ def prepare(args: argparse.Namespace) -> None:
     begin = time.monotonic()
     ours = [name for name in args.arms if name in OURS]
     baselines = [name for name in args.arms if name not in OURS]
-    jobs = []
+    jobs: list[Job] = []
     for H, HV, K, V in GEOMETRIES:
         small = Case(R=2, W=64, H=H, HV=HV, K=K, V=V)
         for calls in range(1, 7):
             # A state's kernels are the same at every call; calls of the others have kernels of their own.
             names = [name for name in args.arms if calls == 2 or not name.startswith("full_state")]
-            jobs += [(name, replace(small, O=calls + 1), not args.no_check) for name in names]
+            case = replace(small, O=calls + 1)
+            jobs += [(name, case, (TIMED,) if args.no_check else (TIMED, CHECKED)) for name in names]
             if not args.no_check:
-                jobs += [(name, replace(small, O=calls + 1, record_dtype="float32"), True) for name in ours]
+                jobs += [(name, replace(case, record_dtype="float32"), (CHECKED,)) for name in ours]
     compile_all(jobs, args.processes)
     print(f"compiled {len(jobs)} calls in {time.monotonic() - begin:.0f} s", flush=True)
     if args.no_check:
@@ -160,6 +165,21 @@ class GraphTimer:
     def __init__(self) -> None:
         self.stream = torch.cuda.Stream()
         self.pool = torch.cuda.graph_pool_handle()
+        # A pool lives as long as some graph that uses it.
+        self.first, _ = self.capture([partial(torch.zeros, 1, device="cuda")])
+
+    def capture(self, calls: Sequence[Callable[[], Any]]) -> tuple[torch.cuda.CUDAGraph, list[Any]]:
+        """The graph of all calls and what they returned, which must live as long."""
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(self.stream):
+            graph.capture_begin(pool=self.pool)
+            try:
+                kept = [call() for call in calls]
+            finally:
+                graph.capture_end()
+        torch.cuda.synchronize()
+        return graph, kept
 
     def __call__(
         self, calls: Sequence[Callable[[], Any]], *, samples: int, long_us: float = 4000
@@ -168,13 +188,7 @@ class GraphTimer:
 
         The kernels must have been loaded before.
         """
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        with torch.cuda.stream(self.stream):
-            graph.capture_begin(pool=self.pool)
-            kept = [call() for call in calls]
-            graph.capture_end()
-        torch.cuda.synchronize()
+        graph, kept = self.capture(calls)
         first = time_events(graph.replay, samples=1, warm=0)
         if first[0] > long_us:
             times = first + time_events(graph.replay, samples=1, warm=0)
@@ -225,6 +239,7 @@ def run_times(args: argparse.Namespace) -> None:
     print(f"copy {bandwidth / 1e12:.2f} TB/s; kernels loaded in {time.monotonic() - begin:.0f} s", flush=True)
     timer = GraphTimer()
     rows: list[tuple[float, str]] = []
+    failed = 0
     for done, case in enumerate(cases):
         if time.monotonic() - begin > args.seconds:
             print(f"out of time after {done} of {len(cases)} shapes", flush=True)
@@ -241,11 +256,16 @@ def run_times(args: argparse.Namespace) -> None:
                     rows.append((value / (floor + LAUNCH_MS), f"{label(case)} {value * 1e3:.1f} us"))
         except Exception as error:  # the other cases are still worth their time
             print(f"{label(case)} FAILED: {type(error).__name__}: {str(error)[:300]}", flush=True)
+            failed += 1
             torch.cuda.empty_cache()
+            if failed > 5:
+                sys.exit("too many failures")
     rows.sort(reverse=True)
     for ratio, text in rows[:12]:
         print(f"{ratio:5.2f} times its floor and 4 us: {text}", flush=True)
     print(f"timed {len(rows)} shapes in {time.monotonic() - begin:.0f} s", flush=True)
+    if failed:
+        sys.exit(f"{failed} shapes failed")
 
 
 CUT_SHAPES = tuple(
@@ -260,10 +280,10 @@ CUT_SHAPES = tuple(
 
 def prepare_cuts(args: argparse.Namespace) -> None:
     """Compile the cuts' kernels: splits do not change them."""
-    jobs = []
+    jobs: list[Job] = []
     for case in {replace(case, R=2, W=64) for case in CUT_SHAPES}:
         names = ["replay", *cuts(case.K, 1)]
-        jobs += [(name, replace(case, O=calls + 1), False) for name in names for calls in range(1, case.O)]
+        jobs += [(name, replace(case, O=calls + 1), (TIMED,)) for name in names for calls in range(1, case.O)]
     compile_all(jobs, args.processes)
 
 
@@ -274,18 +294,25 @@ def run_cuts(args: argparse.Namespace) -> None:
     for case in CUT_SHAPES:
         names = ["replay", *cuts(case.K, -(-case.W // 32))]
         found: list[tuple[float, str]] = []
+        failed: set[str] = set()
         for name in names:
+            kernel = name.rsplit("_splits_")[0]
+            if kernel in failed:
+                continue
             try:
                 if name == "replay" or name.endswith("splits_1"):
                     load_kernels([name], [case])
                 found += [(statistics.median(x), of) for of, x in time_case(case, [name], timer, 3)]
             except Exception as error:  # a cut that needs more than there is
+                failed.add(kernel)
                 print(f"{name} {label(case)}: {type(error).__name__} {str(error)[:80]}", flush=True)
                 continue
             append_result(
                 "operator_cuts", arm=name, case=asdict(case), metric="time", unit="us", value=found[-1][0],
                 floor=floor_bytes(case) / bandwidth * 1e6, out=args.out, commit=args.commit,
             )  # fmt: skip
+        if not found or found[0][1] != "replay":
+            continue
         chosen = found[0][0]
         best = ", ".join(f"{name.removeprefix('replay_')} {value:.1f}" for value, name in sorted(found)[:4])
         floor = floor_bytes(case) / bandwidth * 1e6

@@ -311,17 +311,17 @@ def gated_delta_replay_hopper_kernel(
                     mask=(v_rows >= 0)[:, None] & (prompt >= 0),
                 )
         async_copy.commit_group()
-        # The state and the requests' bounds are loaded while the kernel before this one drains.
-        if OVERLAP:
-            if start == first:
-                gdc_launch_dependents()
-                gdc_wait()
         n = start + gl.arange(0, BW, layout=ROW)
         index = load_index(p_slots, p_ancestors, s_ancestors, n, live_end, T)
         index_1 = load_index(p_slots, p_ancestors, s_ancestors, n + BW, live_end, T)
         index_2 = index_1
         if REACH == 2:
             index_2 = load_index(p_slots, p_ancestors, s_ancestors, n + 2 * BW, live_end, T)
+        # The state and all indices are loaded while the kernel before this one drains.
+        if OVERLAP:
+            if start == first:
+                gdc_launch_dependents()
+                gdc_wait()
         b_g = gl.load(p_g + n.to(gl.int64) * s_g + i_hv, mask=n < live_end, other=0.0)
         b_beta = gl.load(p_beta + n.to(gl.int64) * s_beta + i_hv, mask=n < live_end, other=0.0)
         b_g, b_beta = live_gates(b_g, b_beta, index[0])

@@ -38,7 +38,10 @@ def replay_step_triton(
     Returns:
         o: [N, HV, V].
 
-    Writes, Padding, Aliasing: as in `replay_step_ref`.
+    Writes, Padding: as in `replay_step_ref`.
+    Aliasing: as in `replay_step_ref`. On a Hopper GPU recurrent_state, cu_rows, prompts and depths are read while the
+        kernel launched before drains: some other kernel must stand between the one that wrote them and this one, or
+        the unbroken row of replays that this one ends.
     Layout: the last axis of every tensor is contiguous. Records and state are contiguous; rows and heads of
         q, k and v, and rows of g, beta and ancestors, may be strided.
     Numerics: fp32 accumulation; bf16 q and k meet the state as two bf16 halves (16 bits of mantissa), wider
@@ -154,7 +157,10 @@ def choose_replay(K: int, V: int, dtype: torch.dtype, device: torch.device) -> R
     """The cut for a shape: the largest tile that does not spill. fp32 rows and heads over 128 need more warps."""
     wide = dtype.itemsize > 2
     block_v = max(16, min(V, 16384 // K, 64 if wide else 128))
-    if has_wgmma(device) and not wide and K <= 256:
-        return ReplayConfig(block_w=32, block_v=block_v, num_warps=4 if K <= 128 else 8, prefetch=True)
+    hopper = has_wgmma(device)
+    if hopper and not wide and K <= 256:
+        num_warps = 4 if K <= 128 else 8
+        return ReplayConfig(block_w=32, block_v=block_v, num_warps=num_warps, prefetch=True, overlap=True)
     num_warps = 8 if wide or K > 256 else 4
-    return ReplayConfig(block_w=16, block_v=block_v, num_warps=num_warps, prefetch=not INTERPRETED)
+    prefetch = not INTERPRETED
+    return ReplayConfig(block_w=16, block_v=block_v, num_warps=num_warps, prefetch=prefetch, overlap=hopper)

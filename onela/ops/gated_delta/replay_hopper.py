@@ -26,7 +26,7 @@ class HopperConfig:
         num_warps: 4 (tiles of 32 rows, two programs on a multiprocessor at K = 128) or 8 (tiles of 64, one program).
         ring: stages of `[8 * num_warps, 128]` in flight.
         splits: programs per average request, head and 128 columns.
-        overlap: begin while the kernel before drains: the state is loaded then, everything else after it has ended.
+        overlap: begin while the kernel before drains: state and indices are loaded then, all else after it has ended.
     """
 
     num_warps: int = 4
@@ -110,7 +110,7 @@ def replay_step_hopper(
     Padding: rows whose slot is PAD, of a prompt that is PAD, or past `cu_rows[-1]`, read and write nothing and give
         zeros.
     Aliasing: ancestors may repeat between rows; no slot that is written is read as an ancestor in the same launch.
-        recurrent_state, cu_rows and prompts are read while the kernel launched before drains (programmatic dependent
+        recurrent_state and all indices are read while the kernel launched before drains (programmatic dependent
         launch): some other kernel must stand between the one that wrote them and this one, or the unbroken row of
         replays that this one ends. Every other tensor may come from the kernel before.
     Numerics: fp32 accumulation; the state as hi + lo, about 16 bits of mantissa; deterministic; a row does not depend
