@@ -43,8 +43,8 @@ def replay_step(
         o: [N, HV, V].
 
     Writes, Layout, Padding: as in `replay_step_ref`.
-    Aliasing: as in `replay_step_ref`. On a Hopper GPU recurrent_state and the indices are read while the kernel launched
-        before drains: see `replay_step_hopper`.
+    Aliasing: as in `replay_step_ref`. On a Hopper GPU recurrent_state and the indices are read while the kernel before
+        drains: see `replay_step_hopper`.
     Numerics: fp32 accumulation; deterministic; the implementations differ in the order of sums.
     Raises: ShapeError, DtypeError.
     """
