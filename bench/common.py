@@ -55,7 +55,7 @@ def append_result(
     case: dict[str, Any],
     metric: str,
     unit: str,
-    value: float,
+    value: float | None,
     spread: Sequence[float] | None = None,
     floor: float | None = None,
     out: Path | None = None,

@@ -1,10 +1,14 @@
 """The decode forward of a whole model, every arm on one pipeline: one option of the engine is changed, nothing else.
 
-The model has Qwen3.5-0.8B's shape (18 Gated DeltaNet and 6 softmax layers) and random weights. For every arm the
-requests are answered once, and their items are held against the first arm's; then every decode step is timed as the
-replay of its CUDA graph, and the matrix products of a step alone, on as many rows, in the same run.
+The model has Qwen3.5-0.8B's shape (18 Gated DeltaNet and 6 softmax layers) and random weights; the prompts' states are
+random too, and the same for every arm. For every arm the requests are answered once, and their items are held against
+the first arm's; then every decode step is timed as the replay of its CUDA graph, and the matrix products of a step
+alone, on as many rows, in the same run. A step does not depend on how many follow it, so the time for SIDs of O tokens
+is the sum of the first O - 1 steps of the longest. `--parts` adds what the kernels of all steps are for. `--gate-only`
+answers real prompts with a fp32 model of the same shape: there every arm must return the same items.
 
     python bench/decode.py [--prompts 1024 5120] [--tokens 3 7] [--arms replay full_state_copy ...]
+    python bench/decode.py --shapes 1x128 1x512 16x128 --prompts 1024 --tokens 7
 """
 
 from __future__ import annotations
@@ -25,13 +29,14 @@ import torch
 
 from bench.common import Failures, append_result, machine, time_events, time_graph
 from onela import BeamParams, Engine, EngineConfig, Request, Result, SidVocabulary
+from onela.bench.decode import StepTimes, measure_steps, part_times
 from onela.bench.models import SHAPE_08B, TINY, matrix_products, overlap, random_model
 from onela.engine.verify import VARIANTS
 from onela.models import CausalLM
 
 MIN_OVERLAP = 0.7
 """Least share of items that an arm must have in common with the first. In bf16 every layer rounds, and each arm rounds
-other numbers, so beams near the border change places; in fp32 the arms agree (`tests/engine/test_gpu.py`)."""
+other numbers, so beams near the border change places; in fp32 the arms agree (`--gate-only`)."""
 
 
 def print_kernels(run: Callable[[], Any], count: int = 16, title: str = "the last step") -> None:
@@ -81,50 +86,51 @@ def time_steps(
     return times
 
 
-def run_arm(
-    model: CausalLM,
-    vocabulary: SidVocabulary,
-    requests: Sequence[Request],
-    width: int,
-    options: dict[str, Any],
-    *,
-    profile: bool = False,
-) -> tuple[list[Result], list[list[float]], dict[str, int], str | None]:
-    """Items, times of the steps, bytes, and why there are no graphs (None: there are)."""
-    config = EngineConfig(max_batch_tokens=1 << 20, **options)
-    engine = Engine(model, vocabulary, config=config)
-    params = BeamParams(beam_width=width)
-    results = engine.generate(requests, params)
-    times = time_steps(engine, requests, params, profile=profile)
-    state = engine.state
-    prompts = sum(
-        t.nbytes
-        for name, t in state.prompts.prompt_tensors.tensors.items()
-        if name.endswith("recurrent_state")
+def parse_shape(text: str) -> tuple[int, int]:
+    """`4x256`: requests and beams of each."""
+    requests, _, width = text.partition("x")
+    if not (requests.isdigit() and width.isdigit() and int(requests) and int(width)):
+        raise argparse.ArgumentTypeError(f"{text!r}: requests x beams is expected, such as 4x256")
+    return int(requests), int(width)
+
+
+def vocabulary_of(tokens: int, codebook: int) -> SidVocabulary:
+    """`tokens` levels of `codebook` codes."""
+    return SidVocabulary.from_token_ids(
+        [range(64 + i * codebook, 64 + (i + 1) * codebook) for i in range(tokens)]
     )
-    sizes = {"beam_state": state.backend.nbytes, "prompt_state": prompts, "records": state.records.nbytes}
-    graphs = engine.runner.graphs
-    return results, times, sizes, None if graphs is None or graphs.failure is None else repr(graphs.failure)
+
+
+def engine_of(model: CausalLM, vocabulary: SidVocabulary, arm: str, **options: Any) -> Engine:
+    """An engine that differs from the others by its arm alone."""
+    config = EngineConfig(max_batch_tokens=1 << 20, **dict(VARIANTS)[arm], **options)
+    return Engine(model, vocabulary, config=config)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, default=4)
     parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--shapes", type=parse_shape, nargs="+", help="several requests x beams instead")
     parser.add_argument("--prompts", type=int, nargs="+", default=[1024, 5120])
     parser.add_argument("--tokens", type=int, nargs="+", default=[3, 7])
     parser.add_argument("--codebook", type=int, default=8192)
     parser.add_argument("--arms", nargs="+", default=[name for name, _ in VARIANTS])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--samples", type=int, default=5, help="of each step")
     parser.add_argument("--tiny", action="store_true", help="a model of four small layers, to try the script")
     parser.add_argument("--no-graphs", action="store_true")
+    parser.add_argument("--no-gate", action="store_true", help="where the gate has just passed")
     parser.add_argument(
-        "--no-gate", action="store_true", help="where tests/engine/test_gpu.py has just passed"
+        "--gate-only", action="store_true", help="answer real prompts in fp32 at the same shape, time nothing"
     )
     parser.add_argument(
-        "--profile", action="store_true", help="print the kernels of the first arm's last step"
+        "--parts", action="store_true", help="time the kernels of all steps by what they are for"
     )
+    parser.add_argument("--profile", action="store_true", help="print the kernels of the first arm's steps")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no further case after this time")
     parser.add_argument("--commit", help="the commit that is measured, where there is no checkout")
     parser.add_argument("--out", type=Path)
@@ -132,55 +138,51 @@ def main() -> None:
     began = time.perf_counter()
     print(machine(), flush=True)
     device, dtype = torch.device(args.device), getattr(torch, args.dtype)
+    shape = TINY if args.tiny else SHAPE_08B
+    if args.gate_only:
+        same_items_at_full_shape(shape, device, args)
+        return
     if not args.no_gate:
         same_items_in_fp32(device)
-    shape = TINY if args.tiny else SHAPE_08B
     model = random_model(shape, dtype, device)
-    rows = args.requests * args.width
+    vocabulary = vocabulary_of(max(args.tokens), args.codebook)
     failures = Failures()
-    alone: list[float] | None = None
+    # What is alive now stays so: captures collect garbage, and need not look at it again and again.
     if device.type == "cuda":
-        alone = time_graph([matrix_products(model, rows)])
-        print(f"matrix products of a step, {rows} rows: {statistics.median(alone):.0f} us", flush=True)
-    for length in args.prompts:
-        for tokens in args.tokens:
-            vocabulary = SidVocabulary.from_token_ids(
-                [range(64 + i * args.codebook, 64 + (i + 1) * args.codebook) for i in range(tokens)]
+        gc.collect()
+        gc.freeze()
+    for requests, width in args.shapes or [(args.requests, args.width)]:
+        alone: list[float] | None = None
+        if device.type == "cuda":
+            alone = time_graph([matrix_products(model, requests * width)], samples=7)
+            print(
+                f"matrix products of a step, {requests * width} rows: {statistics.median(alone):.0f} us",
+                flush=True,
             )
-            generator = torch.Generator().manual_seed(length + tokens)
-            requests = [
-                Request(prompt_token_ids=torch.randint(0, 64, (length,), generator=generator).tolist())
-                for _ in range(args.requests)
-            ]
+        for length in args.prompts:
             expected: list[Result] | None = None
             for name in args.arms:
-                label = f"{name}, prompt {length}, O={tokens}"
+                label = f"{name}, prompt {length}, {requests} x {width}"
                 if time.perf_counter() - began > args.seconds:
                     failures.add(label, "no time was left")
                     continue
                 case = {
                     "model": "tiny" if args.tiny else "qwen3.5-0.8b",
-                    "R": args.requests,
-                    "W": args.width,
+                    "R": requests,
+                    "W": width,
                     "prompt": length,
-                    "O": tokens,
                     "dtype": args.dtype,
                 }
                 try:
-                    options = dict(VARIANTS)[name] | {"cuda_graphs": not args.no_graphs}
-                    profile = args.profile and name == args.arms[0]
-                    results, times, sizes, failure = run_arm(
-                        model, vocabulary, requests, args.width, options, profile=profile
-                    )
-                    if failure is not None:
-                        print(f"{name}: no graphs: {failure}", flush=True)
-                    expected = expected or results
-                    share, difference = overlap(expected, results)
-                    report(name, case, times, sizes, alone, share, difference, args)
+                    measured = measure_arm(model, vocabulary, name, case, alone, expected, args)
+                    expected = expected or measured.results
+                    share, _ = overlap(expected, measured.results)
                     if share < MIN_OVERLAP:
                         failures.add(
                             label, f"{share:.2f} of the items of {args.arms[0]}, {MIN_OVERLAP} needed"
                         )
+                except torch.OutOfMemoryError:
+                    report_no_room(name, case, args)
                 except Exception as error:  # the other arms are still worth their time
                     traceback.print_exc()
                     failures.add(label, repr(error))
@@ -191,53 +193,148 @@ def main() -> None:
     failures.exit()
 
 
+def measure_arm(
+    model: CausalLM,
+    vocabulary: SidVocabulary,
+    name: str,
+    case: dict[str, Any],
+    alone: Sequence[float] | None,
+    expected: Sequence[Result] | None,
+    args: argparse.Namespace,
+) -> StepTimes:
+    """Measure one arm of one case and report it."""
+    engine = engine_of(model, vocabulary, name, cuda_graphs=not args.no_graphs)
+    sizes = case["R"], case["prompt"], case["W"]
+    measured = measure_steps(engine, *sizes, samples=args.samples)
+    if measured.failure is not None:
+        print(f"{name}: no graphs: {measured.failure}", flush=True)
+    quality = dict(
+        zip(("overlap", "max_score_difference"), overlap(expected or measured.results, measured.results))
+    )
+    report(name, case, measured, alone, quality, args)
+    if args.parts and measured.captured:
+        report_parts(name, case, part_times(engine, *sizes), args)
+    if args.profile and name == args.arms[0] and engine.runner.graphs is not None:
+        for depth, graph in enumerate(engine.runner.graphs._graphs.values()):
+            if depth in (0, len(engine.runner.graphs._graphs) - 1):
+                print_kernels(graph.graph.replay, title=f"step {depth}", count=20)
+    return measured
+
+
 def same_items_in_fp32(device: torch.device) -> None:
     """The gate: over a small fp32 model every arm returns the same items. Raises `SystemExit`."""
     model = random_model(TINY, torch.float32, device)
     vocabulary = SidVocabulary.from_token_ids([range(100 + 64 * i, 164 + 64 * i) for i in range(3)])
     requests = [Request(prompt_token_ids=list(range(length))) for length in (5, 70, 33)]
-    expected: list[Result] | None = None
-    for name, options in VARIANTS:
-        engine = Engine(model, vocabulary, config=EngineConfig(**options))
-        results = engine.generate(requests, BeamParams(beam_width=24))
-        expected = expected or results
-        share, difference = overlap(expected, results)
+    answers = [answer(model, vocabulary, name, requests, 24) for name, _ in VARIANTS]
+    for (name, _), results in zip(VARIANTS, answers):
+        share, difference = overlap(answers[0], results)
         if share < 1 or difference > 1e-3:
             sys.exit(f"gate: {name} has {share:.3f} of the items, scores differ by {difference:.2g}")
     print("gate: every arm returns the same items in fp32", flush=True)
 
 
+def answer(
+    model: CausalLM, vocabulary: SidVocabulary, arm: str, requests: Sequence[Request], width: int
+) -> list[Result]:
+    """What an arm returns, its prompts really run."""
+    engine = engine_of(model, vocabulary, arm, cuda_graphs=False)
+    return engine.generate(requests, BeamParams(beam_width=width))
+
+
+def same_items_at_full_shape(shape: dict[str, Any], device: torch.device, args: argparse.Namespace) -> None:
+    """Every arm over a fp32 model of the measured shape, real prompts: one line each. Raises `SystemExit`."""
+    model = random_model(shape, torch.float32, device)
+    tokens, width = max(args.tokens), min(args.width, 64)
+    vocabulary = vocabulary_of(tokens, min(args.codebook, (shape["vocab_size"] - 64) // tokens))
+    generator = torch.Generator().manual_seed(0)
+    lengths = (70, 33)
+    requests = [
+        Request(prompt_token_ids=torch.randint(0, 64, (length,), generator=generator).tolist())
+        for length in lengths
+    ]
+    failures = Failures()
+    expected: list[Result] | None = None
+    for name in args.arms:
+        with torch.inference_mode():
+            results = answer(model, vocabulary, name, requests, width)
+        expected = expected or results
+        share, difference = overlap(expected, results)
+        case = {
+            "model": "tiny" if args.tiny else "qwen3.5-0.8b",
+            "R": 2,
+            "W": width,
+            "O": tokens,
+            "dtype": "float32",
+        }
+        append_result(
+            "decode", arm=name, case=case, metric="same_items", unit="share", value=share,
+            max_score_difference=difference, out=args.out, commit=args.commit,
+        )  # fmt: skip
+        print(f"{name:24s} fp32: {share:.4f} of the items, scores differ by {difference:.2g}", flush=True)
+        if share < 1:
+            failures.add(name, f"{share:.4f} of the items of {args.arms[0]}")
+    failures.exit()
+
+
 def report(
     name: str,
     case: dict[str, Any],
-    times: Sequence[Sequence[float]],
-    sizes: dict[str, int],
+    measured: StepTimes,
     alone: Sequence[float] | None,
-    share: float,
-    difference: float,
+    quality: dict[str, float],
     args: argparse.Namespace,
 ) -> None:
-    """Print a line and append the results."""
-    steps = [statistics.median(samples) for samples in times]
-    whole = sum(steps)
-    floor = None if alone is None else statistics.median(alone) * len(steps)
-    spread = (sum(map(min, times)), sum(map(max, times)))
-    quality = {"overlap": share, "max_score_difference": difference}
+    """Print a line and append the results, for every asked length of the SIDs."""
     where = {"out": args.out, "commit": args.commit}
-    append_result(
-        "decode", arm=name, case=case, metric="decode_forward", unit="ms", value=whole / 1e3,
-        spread=[s / 1e3 for s in spread], floor=None if floor is None else floor / 1e3,
-        steps_us=[round(s, 1) for s in steps], **quality, **where,
-    )  # fmt: skip
-    for metric, value in sizes.items():
-        append_result("decode", arm=name, case=case, metric=metric, unit="bytes", value=value, **where)
-    ratio = "" if floor is None else f", {whole / floor:.2f}x its matrix products"
+    longest = len(measured.samples) + 1
+    for tokens in sorted({min(asked, longest) for asked in args.tokens}):
+        samples = measured.samples[: tokens - 1]
+        steps = [statistics.median(taken) for taken in samples]
+        whole = sum(steps)
+        floor = None if alone is None else statistics.median(alone) * len(steps) / 1e3
+        spread = [sum(map(min, samples)) / 1e3, sum(map(max, samples)) / 1e3]
+        more = quality if tokens == longest else {}
+        append_result(
+            "decode", arm=name, case=case | {"O": tokens}, metric="decode_forward", unit="ms", value=whole / 1e3,
+            spread=spread, floor=floor, steps_us=[round(s, 1) for s in steps], **more, **where,
+        )  # fmt: skip
+        ratio = "" if floor is None else f", {whole / floor / 1e3:.2f}x its matrix products"
+        print(
+            f"{name:24s} {case['R']} x {case['W']}, prompt {case['prompt']}, O={tokens}: {whole / 1e3:.3f} ms{ratio}",
+            flush=True,
+        )
     print(
-        f"{name:24s} prompt {case['prompt']} O={case['O']}: {whole / 1e3:.3f} ms{ratio}; steps "
-        f"{' '.join(f'{s:.0f}' for s in steps)} us; beams {sizes['beam_state'] / 2**20:.0f} MiB; "
-        f"overlap {share:.3f}, scores differ by {difference:.3f}",
+        f"    steps {' '.join(f'{statistics.median(s):.0f}' for s in measured.samples)} us; beams "
+        f"{measured.sizes['beam_state'] / 2**20:.0f} MiB, all {measured.sizes['state'] / 2**20:.0f}; overlap "
+        f"{quality['overlap']:.3f}, scores differ by {quality['max_score_difference']:.3f}",
         flush=True,
     )
+    for metric, value in measured.sizes.items():
+        append_result(
+            "decode", arm=name, case=case | {"O": longest}, metric=metric, unit="bytes", value=value, **where
+        )
+
+
+def report_parts(name: str, case: dict[str, Any], parts: dict[str, float], args: argparse.Namespace) -> None:
+    """A line for every part of the steps."""
+    total = sum(parts.values())
+    for part, taken in parts.items():
+        append_result(
+            "decode", arm=name, case=case | {"O": max(args.tokens), "part": part}, metric="part_time", unit="ms",
+            value=taken / 1e3, share=round(taken / total, 4), out=args.out, commit=args.commit,
+        )  # fmt: skip
+    print("    " + ", ".join(f"{part} {taken / 1e3:.2f} ms" for part, taken in parts.items()), flush=True)
+
+
+def report_no_room(name: str, case: dict[str, Any], args: argparse.Namespace) -> None:
+    """Lines that say that an arm does not fit into the GPU's memory."""
+    print(f"{name:24s} {case['R']} x {case['W']}, prompt {case['prompt']}: does not fit", flush=True)
+    for tokens in args.tokens:
+        append_result(
+            "decode", arm=name, case=case | {"O": tokens}, metric="decode_forward", unit="ms", value=None,
+            note="does not fit", out=args.out, commit=args.commit,
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

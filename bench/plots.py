@@ -63,6 +63,7 @@ def draw_time(axes: Any, rows: list[dict[str, Any]]) -> None:
 def draw_decode(axes: Any, rows: list[dict[str, Any]]) -> None:
     """Milliseconds of the decode forward of Qwen3.5-0.8B's shape on a GPU, by arm and length of the SIDs."""
     rows = [row for row in rows if row["metric"] == "decode_forward" and row["case"]["prompt"] == 1024]
+    rows = [row for row in rows if (row["case"]["R"], row["case"]["W"]) == (4, 256)]
     values = {(row["arm"], row["case"]["O"]): row["value"] for row in rows}
     lengths = sorted({length for _, length in values})
     for i, arm in enumerate(("full_state_copy", "replay_ssm", "replay")):

@@ -29,7 +29,9 @@ def read_results(folder: Path = ROOT / "bench" / "results") -> list[dict[str, An
 
 
 def format_value(row: dict[str, Any]) -> str:
-    """A value with its unit, and how far it stands from its floor."""
+    """A value with its unit, and how far it stands from its floor; its note where there is no value."""
+    if row["value"] is None:
+        return str(row.get("note", "-"))
     if row["unit"] == "bytes":
         return f"{row['value'] / 2**30:.3g} GiB"
     text = (

@@ -47,7 +47,7 @@ def result_line(
     case: dict[str, Any],
     metric: str,
     unit: str,
-    value: float,
+    value: float | None,
     spread: Sequence[float] | None = None,
     floor: float | None = None,
     commit: str | None = None,
@@ -60,7 +60,7 @@ def result_line(
         bench: name of the benchmark.
         arm: what was run.
         case: sizes and options that identify the case.
-        metric, unit, value: what was measured.
+        metric, unit, value: what was measured; value None: nothing could be, and `note` says why.
         spread: smallest and largest sample.
         floor: the least the value could be on this machine, in the same unit.
         commit: the version that was measured. command: what was typed.
@@ -69,7 +69,7 @@ def result_line(
     line: Line = {"bench": bench, "arm": arm, "case": case, "metric": metric, "unit": unit, "value": value}
     line["spread"] = None if spread is None else list(spread)
     line["floor"] = floor
-    line["ratio_to_floor"] = None if floor is None else value / floor
+    line["ratio_to_floor"] = None if floor is None or value is None else value / floor
     line |= machine()
     line |= {"commit": commit, "date": datetime.date.today().isoformat(), "command": command}
     return line | more

@@ -1,0 +1,220 @@
+"""Decode forwards of a whole model: the steps of a batch one by one, by CUDA graph, and what their kernels are for.
+
+Prompts are not run: their states are random numbers, written once. A decode step takes the same time whatever they are,
+and every arm gets the same ones.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from onela.bench.timing import time_events
+from onela.decoding import BeamParams
+from onela.engine import Engine, Request, Result
+from onela.engine.active import ActiveRequest
+from onela.engine.scheduler import PrefillChunk
+from onela.errors import CapacityError
+from onela.state import AttentionGeometry, PromptPool
+
+PARTS: tuple[tuple[str, str], ...] = (
+    ("reorder", r"copy_rows|reorder"),
+    ("attention", r"attention|flash|fmha"),
+    ("gdn", r"gated|delta|replay|full_state|short_conv|conv_|gates|split_state|layer_step"),
+    ("matrix_products", r"nvjet|gemm|cutlass|cublas|xmma|splitK|ampere_|sm90_"),
+)
+"""What a kernel is for, by its name; the first that matches. All others are the `rest`: norms, rotations, sums."""
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """What was measured of one arm.
+
+    Attributes:
+        results: of every request. samples: microseconds of each decode step, several per step.
+        sizes: bytes of `beam_state` (what the backend holds for the beams), `prompt_state` (the prompts' recurrent
+            states), `records` (all append-only rows) and `state` (everything together).
+        failure: why there are no CUDA graphs; None: there are. captured: whether the samples are replays of graphs.
+    """
+
+    results: list[Result]
+    samples: list[list[float]]
+    sizes: dict[str, int]
+    failure: str | None
+    captured: bool
+
+
+def fill_prompts(engine: Engine, chunks: Sequence[PrefillChunk], seed: int = 0) -> None:
+    """Give prompts random states instead of running them; of the size that a trained model's have."""
+    prompts = engine.state.prompts
+    generator = torch.Generator(engine.device).manual_seed(seed)
+    for name, tensor in sorted(
+        [*prompts.prompt_tensors.tensors.items(), *prompts.page_tensors.tensors.items()]
+    ):
+        if name.endswith("recurrent_state"):
+            continue
+        tensor.normal_(generator=generator)
+    for i, layer in enumerate(engine.model.config.geometry):
+        if isinstance(layer, AttentionGeometry):
+            continue
+        shape = (layer.num_value_heads, layer.value_dim, layer.key_dim)
+        for chunk in chunks:
+            state = torch.empty(1, *shape, device=engine.device).normal_(0, 0.1, generator=generator)
+            prompts.write_recurrent_states(i, _places(prompts, chunk), state)
+    for chunk in chunks:
+        assert chunk.request.prompt is not None
+        prompts.extend(chunk.request.prompt, chunk.end - chunk.start)
+
+
+def _places(prompts: PromptPool, chunk: PrefillChunk) -> torch.Tensor:
+    assert chunk.request.prompt is not None
+    return torch.tensor([chunk.request.prompt.index], device=prompts.device)
+
+
+@torch.inference_mode()
+def start(
+    engine: Engine, num_requests: int, prompt_tokens: int, params: BeamParams, seed: int = 0
+) -> list[ActiveRequest]:
+    """Requests whose prompts are in place and whose first token is chosen."""
+    active = [
+        engine.prepare(Request(prompt_token_ids=[0] * prompt_tokens), params) for _ in range(num_requests)
+    ]
+    for request in active:
+        engine.scheduler.add(request)
+    batch = engine.scheduler.schedule()
+    if len(batch.prefill) < num_requests:
+        raise CapacityError(
+            f"{num_requests} requests are to start together, there is room for {len(batch.prefill)}"
+        )
+    fill_prompts(engine, batch.prefill, seed)
+    generator = torch.Generator(engine.device).manual_seed(seed)
+    size, dtype = engine.model.config.hidden_size, engine.model.lm_head.weight.dtype
+    hidden = torch.randn(num_requests, size, generator=generator, device=engine.device).to(dtype)
+    for request, beams in zip(batch.requests, engine._select(batch, list(hidden.split(1)))):
+        request.advance(beams)
+    engine._finish(batch)
+    return active
+
+
+@torch.inference_mode()
+def run_steps(
+    engine: Engine, active: Sequence[ActiveRequest], on_step: Callable[[], None] | None = None
+) -> list[float]:
+    """Decode to the end. Returns microseconds of each forward by the host's clock.
+
+    `on_step` is called when a forward is done and its inputs are still in place; what it changes is changed for the
+    later steps too.
+    """
+    taken = []
+    while any(request.outcome is None for request in active):
+        batch = engine.scheduler.schedule()
+        _wait(engine.device)
+        begin = time.perf_counter()
+        hidden = [rows.clone() for rows in engine.runner.decode(batch.decode)]
+        _wait(engine.device)
+        taken.append((time.perf_counter() - begin) * 1e6)
+        if on_step is not None:
+            on_step()
+        for request, beams in zip(batch.requests, engine._select(batch, hidden)):
+            request.advance(beams)
+        engine._finish(batch)
+    return taken
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def latest_graph(engine: Engine) -> torch.cuda.CUDAGraph | None:
+    """The graph that ran last; None when there are none."""
+    graphs = engine.runner.graphs
+    if graphs is None or graphs.failure is not None:
+        return None
+    graph: torch.cuda.CUDAGraph = next(reversed(graphs._graphs.values())).graph
+    return graph
+
+
+def measure_steps(
+    engine: Engine, num_requests: int, prompt_tokens: int, beam_width: int, *, samples: int = 5, seed: int = 0
+) -> StepTimes:
+    """Answer a batch, then time every decode step of another like it as the replay of its CUDA graph."""
+    params = BeamParams(beam_width=beam_width)
+    active = start(engine, num_requests, prompt_tokens, params, seed)
+    by_host = [[taken] for taken in run_steps(engine, active)]
+    results = [request.outcome for request in active if isinstance(request.outcome, Result)]
+    timed: list[list[float]] = []
+
+    def on_step() -> None:
+        graph = latest_graph(engine)
+        if graph is not None:
+            [once] = time_events(graph.replay, samples=1, warm=1)
+            per_sample = max(1, min(3, int(6000 / once)))
+            timed.append(time_events(graph.replay, samples=samples, per_sample=per_sample, warm=0))
+
+    if latest_graph(engine) is not None:
+        run_steps(engine, start(engine, num_requests, prompt_tokens, params, seed), on_step)
+    graphs = engine.runner.graphs
+    failure = None if graphs is None or graphs.failure is None else repr(graphs.failure)
+    return StepTimes(results, timed or by_host, state_sizes(engine), failure, bool(timed))
+
+
+def state_sizes(engine: Engine) -> dict[str, int]:
+    """Bytes of what an engine holds beside its weights."""
+    state = engine.state
+    prompts = sum(
+        tensor.nbytes
+        for name, tensor in state.prompts.prompt_tensors.tensors.items()
+        if name.endswith("recurrent_state")
+    )
+    return {
+        "beam_state": state.backend.nbytes,
+        "prompt_state": prompts,
+        "records": state.records.nbytes,
+        "state": state.nbytes,
+    }
+
+
+def kernel_times(run: Callable[[], object]) -> dict[str, tuple[float, int]]:
+    """Microseconds and calls of every kernel of a run on the GPU, by name, as torch's profiler sees them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            run()
+            torch.cuda.synchronize()
+        events = profile.key_averages()
+    return {
+        event.key: (event.self_device_time_total, event.count)
+        for event in events
+        if event.self_device_time_total > 0 and not re.search(r"^(Memcpy|Memset|Activity)", event.key)
+    }
+
+
+def part_of(kernel: str) -> str:
+    """What a kernel is for: one of the parts of `PARTS`, or `rest`."""
+    return next((part for part, pattern in PARTS if re.search(pattern, kernel)), "rest")
+
+
+def part_times(engine: Engine, num_requests: int, prompt_tokens: int, beam_width: int) -> dict[str, float]:
+    """Microseconds of all decode steps of a batch by what their kernels are for, head and selection included.
+
+    The forwards are counted by themselves, as graphs. A run of whole steps has the head and the selection too: they
+    are the calls that it has more.
+    """
+    assert engine.runner.graphs is not None
+    graphs = [graph.graph for graph in engine.runner.graphs._graphs.values()]
+    forwards = kernel_times(lambda: [graph.replay() for graph in graphs])
+    active = start(engine, num_requests, prompt_tokens, BeamParams(beam_width=beam_width))
+    whole = kernel_times(lambda: run_steps(engine, active))
+    parts = dict.fromkeys([*(part for part, _ in PARTS), "head_selection", "rest"], 0.0)
+    for kernel, (taken, _) in forwards.items():
+        parts[part_of(kernel)] += taken
+    for kernel, (taken, count) in whole.items():
+        more = count - forwards.get(kernel, (0.0, 0))[1]
+        parts["head_selection"] += taken * max(0, more) / count
+    return parts

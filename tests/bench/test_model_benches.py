@@ -1,0 +1,125 @@
+"""The benchmarks of whole models: what they build by hand, what their lines say, and what they take a kernel for."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import bench.crossover
+import bench.decode
+from bench.crossover import step_inputs, tree
+from bench.decode import parse_shape
+from bench.report import format_value
+from onela.bench.decode import part_of
+from onela.state import BeamTree
+
+TINY = ["--device", "cpu", "--tiny"]
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def run(monkeypatch: pytest.MonkeyPatch, module: Any, path: Path, *words: str) -> list[dict[str, Any]]:
+    monkeypatch.setattr("sys.argv", [module.__file__, *TINY, *words, "--out", str(path)])
+    module.main()
+    return lines_of(path) if path.exists() else []
+
+
+@pytest.mark.parametrize(
+    ("kernel", "part"),
+    [
+        ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT", "matrix_products"),
+        ("gated_delta_replay_hopper_kernel", "gdn"),
+        ("conv_gates_kernel", "gdn"),
+        ("full_state_step_kernel", "gdn"),
+        ("gated_rms_norm_kernel", "gdn"),
+        ("copy_rows_kernel", "reorder"),
+        ("beam_attention_hopper_kernel", "attention"),
+        ("rms_norm_kernel", "rest"),
+        ("qk_norm_rotary_kernel", "rest"),
+        ("swiglu_kernel", "rest"),
+        ("sigmoid_gate_kernel", "rest"),
+    ],
+)
+def test_kernels_and_what_they_are_for(kernel: str, part: str) -> None:
+    assert part_of(kernel) == part
+
+
+@pytest.mark.parametrize("text", ["4", "x256", "4x", "0x8", "4x256x2"])
+def test_a_shape_is_requests_and_beams(text: str) -> None:
+    assert parse_shape("16x512") == (16, 512)
+    with pytest.raises(argparse.ArgumentTypeError, match=text):
+        parse_shape(text)
+
+
+def test_time_for_shorter_sids_is_the_first_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    words = shlex.split(
+        "--dtype float32 --no-gate --shapes 1x4 2x3 --prompts 9 --tokens 2 4 --codebook 16 --arms replay"
+    )
+    lines = run(monkeypatch, bench.decode, tmp_path / "lines.jsonl", *words)
+    for requests, width in ((1, 4), (2, 3)):
+        times = {
+            line["case"]["O"]: line
+            for line in lines
+            if line["metric"] == "decode_forward"
+            and (line["case"]["R"], line["case"]["W"]) == (requests, width)
+        }
+        assert set(times) == {2, 4}
+        assert times[2]["steps_us"] == times[4]["steps_us"][:1]
+        assert len(times[4]["steps_us"]) == 3
+
+
+def test_an_arm_without_room_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def no_room(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(bench.decode, "measure_steps", no_room)
+    words = shlex.split(
+        "--dtype float32 --no-gate --prompts 9 --tokens 3 --codebook 16 --arms full_state_copy"
+    )
+    [line] = run(monkeypatch, bench.decode, tmp_path / "lines.jsonl", *words)
+    assert line["value"] is None
+    assert format_value(line) == "does not fit"
+
+
+def test_the_fp32_gate_has_a_line_per_arm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    words = shlex.split("--gate-only --width 6 --tokens 3 --codebook 16 --arms replay records_moved")
+    lines = run(monkeypatch, bench.decode, tmp_path / "lines.jsonl", *words)
+    assert [(line["arm"], line["value"]) for line in lines] == [("replay", 1.0), ("records_moved", 1.0)]
+
+
+@pytest.mark.parametrize("kind", ["random", "chain"])
+def test_the_crossovers_trees_are_beam_trees(kind: str) -> None:
+    """The same parents through `BeamTree.advance`, the slots of a request apart."""
+    R, W, depth, cpu = 2, 5, 4, torch.device("cpu")
+    last, _ = tree(R, W, depth, kind, cpu)
+    assert len(set(last[:W].flatten().tolist()) & set(last[W:].flatten().tolist())) == 0
+    for t in range(1, depth + 1):
+        ancestors, parents = tree(R, W, t, kind, cpu)
+        generator = torch.Generator().manual_seed(t)
+        own = BeamTree.root(R * W, cpu)
+        for step in range(t):
+            chosen = torch.arange(R * W)
+            if kind == "random":
+                drawn = torch.randint(W, (R, W), generator=generator).sort(-1).values
+                chosen = (drawn + torch.tensor([[0], [W]])).flatten()
+            own = own.advance(chosen, torch.arange(R * W) + step * R * W)
+        assert torch.equal(own.ancestors, ancestors)
+        assert torch.equal(chosen, parents)
+    inputs = step_inputs(R, W, 0, 10, kind, cpu)
+    assert inputs.parent_rows.tolist() == [-1] * (R * W)
+
+
+@pytest.mark.parametrize("what", ["operator", "model"])
+def test_a_step_of_every_arm_runs_at_a_depth_beyond_the_usual(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = "1x2" if what == "operator" else "2x3"
+    run(monkeypatch, bench.crossover, Path("unused"), "--what", what, "--shapes", shape, "--depths", "0", "9")
