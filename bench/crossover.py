@@ -229,6 +229,8 @@ def run_arm(what: str, arm: str, model: Any, requests: int, width: int, args: ar
             t for t in depths if t < 64
         ]  # a buffer of 255 per beam would not fit beside the checkpoints
     deepest = max(depths)
+    if arm.startswith("full_state") and not args.depths:
+        depths = [0, 1, 2, deepest]  # a state is as large at every depth
     if what == "model":
         engine = prepare_model(arm, model, requests, width, args.prompt, deepest)
         backend, parts = engine.state.backend, 1
