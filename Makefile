@@ -49,7 +49,7 @@ clean: ## Remove the environment and everything built.
 
 GPU_PYTHON ?= python3
 GPU_TESTS ?= tests/ops tests/engine tests/models tests/items
-BENCHES ?= operator attention beam_select decode
+BENCHES ?= operator attention beam_select decode dram peers
 GPU_CHECK = $(GPU_PYTHON) -c "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 'make $@ needs an NVIDIA GPU, and torch sees none here')"
 
 $(VENV)/bin/python:
