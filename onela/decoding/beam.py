@@ -101,24 +101,20 @@ class BeamSearch:
             normalizer=normalizer if log_normalizer is None else log_normalizer,  # type: ignore[arg-type]
             num_out=sum(widths),
         )
-        survivors = []
-        row, out = 0, 0
-        for before, width in zip(beams, widths):
-            kept = slice(out, out + width)
-            local = (parents[kept] - row).masked_fill(parents[kept] < 0, -1)
-            history = before.codes[local.clamp(min=0).to(torch.int64)]
-            history = history.masked_fill((local < 0)[:, None], -1)
-            survivors.append(
-                Beams(
-                    codes=torch.cat([history, codes[kept, None]], dim=1),
-                    cum_logprobs=cum_logprobs[kept],
-                    trie_nodes=nodes[kept],
-                    parent_beams=local,
-                )
-            )
-            row += before.width
-            out += width
-        return survivors
+        # All requests at once: what is done for each of them alone, a GPU waits for.
+        missing = parents < 0
+        local = parents
+        if len(beams) > 1:
+            counts = device_tensor(widths, torch.int64, device)
+            first_rows = torch.repeat_interleave(cu_rows[:-1], counts, output_size=sum(widths))
+            local = (parents - first_rows).masked_fill_(missing, -1)
+        histories = codes[:, None]
+        if level:
+            before = beams[0].codes if len(beams) == 1 else torch.cat([b.codes for b in beams])
+            histories = torch.cat([before.index_select(0, parents.clamp(min=0)), histories], dim=1)
+            histories = histories.masked_fill_(missing[:, None], -1)
+        parts = (part.split(list(widths)) for part in (histories, cum_logprobs, nodes, local))
+        return [Beams(*part) for part in zip(*parts)]
 
     def limit_widths(
         self, widths: Sequence[int], codebook_sizes: Sequence[int], num_nodes: Sequence[int] | None = None

@@ -111,21 +111,12 @@ class ActiveRequest:
             return self.spare_slot
         return self.first_slot + sum(self.widths[: self.level - 1])
 
-    @property
-    def step_slots(self) -> Tensor:
-        """[W] int32 slots of the current beams' records; PAD for beams that do not live."""
-        start = self.step_start
-        slots = torch.arange(
-            start, start + self.beams.width, dtype=torch.int32, device=self.beams.codes.device
-        )
-        return slots.masked_fill(~self.beams.alive, -1)
-
     def advance(self, survivors: Beams) -> None:
         """Take the survivors of a selection. The only place where a request's tree moves on."""
         if self.level == 0:
             self.tree = BeamTree.root(survivors.width, survivors.codes.device)
         elif not self.in_last_step:  # after the last step nobody asks for ancestors
-            self.tree = self.tree.advance(survivors.parent_beams, self.step_slots)
+            self.tree = self.tree.advance(survivors.parent_beams, self.step_start)
         if self.request.logprobs:
             scores = survivors.cum_logprobs[:, None]
             if self.path_scores is not None:

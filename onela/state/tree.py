@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from onela.ops.indexing import PAD, gather_rows
+from onela.ops.indexing import PAD
 
 
 @dataclass(frozen=True)
@@ -38,16 +38,16 @@ class BeamTree:
         """Steps taken since the prompt."""
         return self.ancestors.shape[1]
 
-    def advance(self, parent_beams: Tensor, slots: Tensor) -> BeamTree:
+    def advance(self, parent_beams: Tensor, first_slot: int) -> BeamTree:
         """The tree after a selection.
 
         Args:
             parent_beams: [W'] int32 or int64, index of the beam that each survivor extends; PAD where there is none.
-            slots: [W] int32, the slots that this tree's beams have just written.
+            first_slot: where this tree's first beam has just written; the others' slots follow in their order.
         Returns:
             A tree of W' beams, one step deeper.
         """
-        inherited = gather_rows(
-            torch.cat([self.ancestors, slots[:, None].to(torch.int32)], dim=1), parent_beams
-        )
-        return BeamTree(inherited.masked_fill((parent_beams < 0)[:, None], PAD))
+        written = (parent_beams + first_slot)[:, None].to(torch.int32)
+        if self.depth:
+            written = torch.cat([self.ancestors.index_select(0, parent_beams.clamp(min=0)), written], dim=1)
+        return BeamTree(written.masked_fill_((parent_beams < 0)[:, None], PAD))

@@ -25,7 +25,7 @@ def test_ancestors_are_the_slots_of_the_path(widths: list[int], seed: int) -> No
         alive = [p >= 0 and paths[p] is not None for p in parents.tolist()]
         parents = parents.masked_fill(~torch.tensor(alive), -1)
         paths = [[*(paths[p] or []), int(slots[p])] if p >= 0 else None for p in parents.tolist()]
-        tree = tree.advance(parents, slots)
+        tree = tree.advance(parents, int(slots[0]))
         assert tree.depth == len(next((p for p in paths if p is not None), [0] * tree.depth))
         for row, path in zip(tree.ancestors.tolist(), paths):
             assert row == (path if path is not None else [-1] * tree.depth)
@@ -33,7 +33,7 @@ def test_ancestors_are_the_slots_of_the_path(widths: list[int], seed: int) -> No
 
 def test_advancing_leaves_the_tree_before_as_it_was() -> None:
     before = BeamTree.root(2, torch.device("cpu"))
-    after = before.advance(torch.tensor([1, 1, 0]), torch.tensor([7, 8], dtype=torch.int32))
+    after = before.advance(torch.tensor([1, 1, 0]), 7)
     assert before.depth == 0
     assert after.ancestors.tolist() == [[8], [8], [7]]
     assert after.ancestors.dtype == torch.int32
