@@ -38,28 +38,23 @@ class DecoderLayer(nn.Module):
         return mixer
 
     def prefill(
-        self, h: Tensor, added: Tensor | None, rope: Rope, inputs: PrefillInputs, state: DecodeState
+        self, h: Tensor, added: Tensor, rope: Rope, inputs: PrefillInputs, state: DecodeState
     ) -> Tensor:
         """As `decode`, for new tokens of prompts."""
-        x = self.mixer.prefill(self._enter(h, added), rope, inputs, state)
+        x = self.mixer.prefill(self.input_layernorm(added, h), rope, inputs, state)
         return self.mlp(self.post_attention_layernorm(x, h))
 
-    def decode(
-        self, h: Tensor, added: Tensor | None, rope: Rope, inputs: StepInputs, state: DecodeState
-    ) -> Tensor:
+    def decode(self, h: Tensor, added: Tensor, rope: Rope, inputs: StepInputs, state: DecodeState) -> Tensor:
         """Run the layer.
 
         Args:
             h: [N, hidden_size], the residual stream, changed in place: each sum is made by the norm that reads it.
-            added: [N, hidden_size], what the layer before adds to h; None before the first layer.
+            added: [N, hidden_size], what the layer before adds to h; before the first layer the embedding.
         Returns:
             What this layer's MLP adds to h.
         """
-        x = self.mixer.decode(self._enter(h, added), rope, inputs, state)
+        x = self.mixer.decode(self.input_layernorm(added, h), rope, inputs, state)
         return self.mlp(self.post_attention_layernorm(x, h))
-
-    def _enter(self, h: Tensor, added: Tensor | None) -> Tensor:
-        return self.input_layernorm(h) if added is None else self.input_layernorm(added, h)
 
 
 class Decoder(nn.Module):
@@ -142,12 +137,11 @@ class CausalLM(nn.Module, ABC):
         Returns:
             [T, hidden_size], after the final norm, for every new token.
         """
-        h = self.model.embed_tokens(inputs.token_ids)
+        h, added = self._enter(inputs.token_ids)
         rope = self.rotary(inputs.positions)
-        added: Tensor | None = None
         for layer in self.model:
             added = layer.prefill(h, added, rope, inputs, state)
-        return self.model.norm(h) if added is None else self.model.norm(added, h)
+        return self.model.norm(added, h)
 
     def decode(self, inputs: StepInputs, state: DecodeState) -> Tensor:
         """Run one token of every live beam.
@@ -155,12 +149,20 @@ class CausalLM(nn.Module, ABC):
         Returns:
             [N, hidden_size], after the final norm.
         """
-        h = self.model.embed_tokens(inputs.token_ids)
+        h, added = self._enter(inputs.token_ids)
         rope = self.rotary(inputs.positions)
-        added: Tensor | None = None
         for layer in self.model:
             added = layer.decode(h, added, rope, inputs, state)
-        return self.model.norm(h) if added is None else self.model.norm(added, h)
+        return self.model.norm(added, h)
+
+    def _enter(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual stream before the first layer, all zeros, and the embedding, which is what is added to it.
+
+        The stream is fp32 in a bf16 model: every layer adds to it twice, and what rounding each of these sums would
+        lose comes back in no later layer.
+        """
+        embedded = self.model.embed_tokens(token_ids)
+        return torch.zeros_like(embedded, dtype=torch.promote_types(embedded.dtype, torch.float32)), embedded
 
     def logits(self, hidden: Tensor, head: Tensor | None = None) -> Tensor:
         """fp32 logits over `head` [C, hidden_size], or over the whole vocabulary.

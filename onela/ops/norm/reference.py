@@ -19,13 +19,15 @@ def rms_norm_ref(
         weight: [D].
         eps: added to the mean square.
         zero_centered: True: the factor is `1 + weight` (Qwen3.5, Qwen3-Next); False: it is `weight` (Qwen3).
-        residual: [..., D] or None; if given, `residual += x` in place first, and the sum is what is normed.
+        residual: [..., D] or None, in x's dtype or a wider one; if given, `residual += x` in place first, and the sum
+            is what is normed.
     Returns:
         [..., D] in x's dtype.
 
     Numerics: fp32 inside. With `zero_centered` the result is rounded once, after the weight; without, the
         normed value is rounded to x's dtype before the weight, as in transformers' Qwen3.
     """
+    out_dtype = x.dtype
     if residual is not None:
         residual += x
         x = residual
@@ -33,8 +35,8 @@ def rms_norm_ref(
     wide = x.to(dtype)
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if zero_centered:
-        return (normed * (1.0 + weight.to(dtype))).to(x.dtype)
-    return weight * normed.to(x.dtype)
+        return (normed * (1.0 + weight.to(dtype))).to(out_dtype)
+    return weight * normed.to(out_dtype)
 
 
 def gated_rms_norm_ref(x: Tensor, gate: Tensor, weight: Tensor, *, eps: float) -> Tensor:

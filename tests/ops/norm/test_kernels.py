@@ -55,11 +55,13 @@ def test_rms_norm(
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("wide", [True, False])
 def test_rms_norm_adds_to_the_residual_first(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    shape: tuple[int, ...], dtype: torch.dtype, wide: bool, device: torch.device
 ) -> None:
     x, weight = strided(shape, dtype, device), draw(shape[-1], dtype=dtype, device=device)
-    own, expected = (draw(*shape, dtype=dtype, device=device) for _ in range(2))
+    stream = torch.float32 if wide else dtype
+    own, expected = (draw(*shape, dtype=stream, device=device) for _ in range(2))
     expected.copy_(own)
     given = rms_norm_triton(x, weight, eps=1e-5, residual=own)
     wanted = rms_norm_ref(x, weight, eps=1e-5, residual=expected)

@@ -34,6 +34,15 @@ def test_rms_norm_adds_the_residual_in_place() -> None:
     assert torch.equal(got, rms_norm_ref(total, weight, eps=1e-6))
 
 
+def test_rms_norm_keeps_a_wide_residual_wide() -> None:
+    x, residual, weight = torch.randn(3, 8).bfloat16(), torch.randn(3, 8), torch.randn(8).bfloat16()
+    total = x.float() + residual
+    got = rms_norm_ref(x, weight, eps=1e-6, residual=residual)
+    assert (residual.dtype, got.dtype) == (torch.float32, torch.bfloat16)
+    assert torch.equal(residual, total)
+    assert torch.equal(got, rms_norm_ref(total, weight.float(), eps=1e-6).bfloat16())
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gated_rms_norm(dtype: torch.dtype) -> None:
     witness = Qwen3_5RMSNormGated(24, eps=1e-6).to(dtype)
