@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 # This many failed steps in a row mean that the device or the process is broken, not a request.
 MAX_FAILED_STEPS = 3
+# Prompts of at most so many tokens are prepared on the event loop's thread: a third of a millisecond.
+MAX_QUICK_TOKENS = 8192
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,16 @@ class _Ticket:
             self.future.set_result(outcome)
         else:
             self.future.set_exception(outcome)
+
+
+def _is_quick(request: Request) -> bool:
+    """Whether preparing a request takes less time than handing it to another thread and back.
+
+    Tokenizing and compiling filters take their time: neither the loop nor the worker shall wait for it.
+    """
+    filters = (request.filter, request.exclude_item_ids, request.allow_item_ids)
+    tokens = request.prompt_token_ids
+    return tokens is not None and len(tokens) <= MAX_QUICK_TOKENS and all(f is None for f in filters)
 
 
 class AsyncEngine:
@@ -137,9 +149,11 @@ class AsyncEngine:
             DeadlineError, NumericsError, EngineError: how it ended.
         """
         self._check_open()
-        # Tokenizing and compiling filters take their time: neither the loop nor the worker shall wait for it.
         try:
-            active = await asyncio.to_thread(self.engine.prepare, request, params)
+            if _is_quick(request):
+                active = self.engine.prepare(request, params)
+            else:
+                active = await asyncio.to_thread(self.engine.prepare, request, params)
         except OneLAError:
             raise
         except Exception as error:  # of a tokenizer's, say: it shall look like every other failure

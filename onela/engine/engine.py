@@ -139,6 +139,8 @@ class Engine:
         self.scheduler = Scheduler(self.config, prompts, records, cache=self.cache)
         self.catalogs = Catalogs(catalog, vocabulary, self.device)
         self._flights: deque[Flight] = deque()
+        # What every request begins with; nobody writes into it.
+        self._root_beams, self._root_tree = Beams.root(self.device), BeamTree.root(1, self.device)
         self._generating = threading.RLock()
 
     @property
@@ -303,8 +305,8 @@ class Engine:
             prompt_token_ids=tokens,
             asked=params.num_return_sequences or asked_widths[-1],
             widths=widths,
-            beams=Beams.root(self.device),
-            tree=BeamTree.root(1, self.device),
+            beams=self._root_beams,
+            tree=self._root_tree,
             served=served,
             eligibility=eligibility,
             arrived_at=arrived_at,

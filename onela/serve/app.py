@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
+from fastapi.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from onela._version import __version__
@@ -23,6 +23,7 @@ from onela.serve.failures import classify, error_response, http_response, valida
 from onela.serve.metrics import CONTENT_TYPE, Metrics
 from onela.serve.middleware import Door
 from onela.serve.stream import Watch
+from onela.serve.wire import Json, JsonRoute
 
 logger = logging.getLogger(__name__)
 PAGE = Path(__file__).with_name("page.html")
@@ -121,6 +122,7 @@ def create_app(engine: Engine, config: ServerConfig | None = None) -> FastAPI:
         docs_url=None,
         redoc_url=None,
     )
+    app.router.route_class = JsonRoute
     app.state.server = server
     app.add_middleware(Door, config=config)
     _handle_errors(app)
@@ -133,17 +135,17 @@ def create_app(engine: Engine, config: ServerConfig | None = None) -> FastAPI:
 
 def _handle_errors(app: FastAPI) -> None:
     @app.exception_handler(OneLAError)
-    async def onela_error(_: Request, error: OneLAError) -> JSONResponse:
+    async def onela_error(_: Request, error: OneLAError) -> Json:
         if classify(error)[0] == 500:
             logger.error("a request failed: %s", error, exc_info=error)
         return error_response(error)
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+    async def invalid(_: Request, error: RequestValidationError) -> Json:
         return validation_response(error.errors(), error.body)
 
     @app.exception_handler(HTTPException)
-    async def refused(_: Request, error: HTTPException) -> JSONResponse:
+    async def refused(_: Request, error: HTTPException) -> Json:
         return http_response(error.status_code, str(error.detail), error.headers)
 
 
@@ -156,7 +158,7 @@ def _add_recommend(app: FastAPI, server: Server) -> None:
         request = body.to_request(config)
         if not body.stream:
             [result] = await server.run(http, request)
-            return JSONResponse(protocol.recommend_body(result, config.model_name))
+            return Json(protocol.recommend_body(result, config.model_name))
 
         def finish(result: Result) -> dict[str, Any]:
             return protocol.recommend_body(result, config.model_name)
@@ -179,22 +181,20 @@ def _add_openai(app: FastAPI, server: Server) -> None:
     config = server.config
 
     @app.post("/v1/completions", responses=RESPONSES)
-    async def completions(body: protocol.CompletionRequest, http: Request) -> JSONResponse:
+    async def completions(body: protocol.CompletionRequest, http: Request) -> Json:
         """OpenAI's completions: one choice per beam, best first."""
         with protocol.field_called("prompt_token_ids", "prompt"):
             requests = body.to_requests(config, server.vocabulary.num_levels)
             results = await server.run(http, *requests)
         logprobs = body.logprobs is not None
-        return JSONResponse(
-            openai.completion_body(results, server.vocabulary, config.model_name, logprobs=logprobs)
-        )
+        return Json(openai.completion_body(results, server.vocabulary, config.model_name, logprobs=logprobs))
 
     @app.post("/v1/chat/completions", responses=RESPONSES)
-    async def chat(body: protocol.ChatRequest, http: Request) -> JSONResponse:
+    async def chat(body: protocol.ChatRequest, http: Request) -> Json:
         """OpenAI's chat completions: one choice per beam, best first."""
         [result] = await server.run(http, body.to_request(config, server.vocabulary.num_levels))
         logprobs = bool(body.logprobs)
-        return JSONResponse(openai.chat_body(result, server.vocabulary, config.model_name, logprobs=logprobs))
+        return Json(openai.chat_body(result, server.vocabulary, config.model_name, logprobs=logprobs))
 
     @app.get("/v1/models", responses={401: {"model": protocol.ErrorResponse}})
     async def models() -> dict[str, Any]:

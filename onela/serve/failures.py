@@ -6,8 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from fastapi.responses import JSONResponse
-
 from onela.errors import (
     CancelledError,
     CapacityError,
@@ -19,6 +17,7 @@ from onela.errors import (
     RequestError,
     UnavailableError,
 )
+from onela.serve.wire import Json
 
 # Error -> (status, type, code); the first that fits. Whatever is not here is the server's own fault.
 STATUS: tuple[tuple[type[OneLAError], int, str, str], ...] = (
@@ -50,7 +49,7 @@ def _printable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def error_response(error: OneLAError) -> JSONResponse:
+def error_response(error: OneLAError) -> Json:
     """The answer to a request that ended with an error of OneLA's."""
     status, kind, code = classify(error)
     headers = {}
@@ -59,17 +58,17 @@ def error_response(error: OneLAError) -> JSONResponse:
     elif status == 503:
         headers["Retry-After"] = "1"
     param = error.field if isinstance(error, RequestError) else None
-    return JSONResponse(error_body(str(error), kind, code, param), status, headers)
+    return Json(error_body(str(error), kind, code, param), status, headers)
 
 
-def validation_response(errors: Sequence[Any], body: Any) -> JSONResponse:
+def validation_response(errors: Sequence[Any], body: Any) -> Json:
     """The answer to a body that has the wrong shape: every field that is wrong, the first one as `param`."""
     wrong: dict[tuple[str, str], None] = {}
     for error in errors[:20]:
         wrong[_field(error, body), error["msg"]] = None
     message = "; ".join(f"{field}: {text}" for field, text in wrong)
     first, _ = next(iter(wrong))
-    return JSONResponse(error_body(message, "invalid_request_error", "invalid_request", first), 422)
+    return Json(error_body(message, "invalid_request_error", "invalid_request", first), 422)
 
 
 def _field(error: Any, body: Any) -> str:
@@ -85,7 +84,7 @@ def _field(error: Any, body: Any) -> str:
     return ".".join(place) or "body"
 
 
-def http_response(status: int, detail: str, headers: Any = None) -> JSONResponse:
+def http_response(status: int, detail: str, headers: Any = None) -> Json:
     """The answer to what never reached a route: no such path or method, no key, too long a body."""
     codes = {
         400: "bad_request",
@@ -97,4 +96,4 @@ def http_response(status: int, detail: str, headers: Any = None) -> JSONResponse
         413: "body_too_large",
     }
     body = error_body(detail, "invalid_request_error", codes.get(status, "http_error"))
-    return JSONResponse(body, status, headers)
+    return Json(body, status, headers)
