@@ -138,14 +138,12 @@ class PromptCache:
             return None
         prompt = self.prompts.allocate(num_tokens, shared)
         self.stats.prompt_tokens += num_tokens
-        if entry is None:
-            self.stats.misses += 1
-        else:
-            try:
-                self._use(entry, prompt, request)
-            except BaseException:
-                self.prompts.free(prompt)
-                raise
+        try:
+            if entry is None or not self._use(entry, prompt, request):
+                self.stats.misses += 1
+        except BaseException:
+            self.prompts.free(prompt)
+            raise
         request.stops = self._boundaries(request, prompt.num_tokens)
         return prompt
 
@@ -163,8 +161,10 @@ class PromptCache:
         pages = prompt.pages[:num_pages]
         try:
             state = self.prompts.snapshot(prompt)
-        except (torch.OutOfMemoryError, MemoryError):
-            return  # the prompt goes on as well without being kept
+        except Exception as error:
+            if _is_out_of_memory(error):
+                return  # the prompt goes on as well without being kept
+            raise
         entry = Entry(digests, prompt.num_tokens, state, pages)
         self.prompts.pages.share(pages)
         self._pages.update(pages)
@@ -212,38 +212,63 @@ class PromptCache:
             return True
         if not pool.places.fits(1):
             return False
-        kept = set(shared)
-        # A page comes free with the cache's last entry on it, unless a running request is on it too.
-        mine = sum(
-            pool.pages.num_users(page) == count and page not in kept for page, count in self._pages.items()
-        )
-        if not pool.pages.fits(pool.pages_needed(num_tokens) - len(shared) - mine):
+        if not self._has_evictable(pool.pages_needed(num_tokens) - len(shared), hit, set(shared)):
             return False
         while not pool.fits(num_tokens, len(shared)):
             self._evict(keep=hit)
         return True
 
-    def _use(self, entry: Entry, prompt: PromptState, request: ActiveRequest) -> None:
-        """Let a prompt go on from an entry, and bring the entry to the device if it is not there."""
+    def _has_evictable(self, needed: int, hit: Entry | None, kept: set[int]) -> bool:
+        """Whether so many pages would come free with the entries on the device; not counting `hit` and `kept` pages."""
+        users = self.prompts.pages
+        left: Counter[int] = Counter()
+        freed = 0
+        for entry in self._device.values():
+            if entry is hit:
+                continue
+            for page in entry.pages:
+                # A page comes free with the cache's last entry on it, unless a running request is on it too.
+                left[page] += 1
+                freed += left[page] == self._pages[page] == users.num_users(page) and page not in kept
+            if users.fits(needed - freed):
+                return True
+        return users.fits(needed - freed)
+
+    def _use(self, entry: Entry, prompt: PromptState, request: ActiveRequest) -> bool:
+        """Let a prompt go on from an entry, brought to the device if it is not there; False where it cannot be."""
+        if entry.contents is not None and not self._bring_back(entry, prompt):
+            return False
         self.stats.hits += 1
         self.stats.hit_tokens += entry.num_tokens
-        if entry.contents is not None:
-            count = entry.num_tokens // self.prompts.page_size if self.prompts.has_pages else 0
-            pages = prompt.pages[:count]
-            state = {name: tensor.to(self.prompts.device) for name, tensor in entry.state.items()}
-            self.prompts.write_pages(pages, entry.contents)
-            # From here on nothing needs memory, and nothing can fail half-way.
-            self._leave_host(entry)
-            self.prompts.pages.share(pages)
-            self._pages.update(pages)
-            entry.state, entry.pages, entry.contents = state, pages, None
-            self._device[entry.digest] = entry
-            self.stats.host_hits += 1
         self._device.move_to_end(entry.digest)
         self.prompts.restore(prompt, entry.state, entry.num_tokens)
         request.cached_tokens = entry.num_tokens
         self._pin(entry, request.request.session_id)
         self._trim(keep=entry)
+        return True
+
+    def _bring_back(self, entry: Entry, prompt: PromptState) -> bool:
+        """Move an entry from the host into a prompt's pages; where the device has no memory for it, it is dropped."""
+        assert entry.contents is not None
+        count = entry.num_tokens // self.prompts.page_size if self.prompts.has_pages else 0
+        pages = prompt.pages[:count]
+        try:
+            state = {name: tensor.to(self.prompts.device) for name, tensor in entry.state.items()}
+            self.prompts.write_pages(pages, entry.contents)
+        except Exception as error:
+            if not _is_out_of_memory(error):
+                raise
+            self._leave_host(entry)
+            self._drop(entry)
+            return False
+        # From here on nothing needs memory, and nothing can fail half-way.
+        self._leave_host(entry)
+        self.prompts.pages.share(pages)
+        self._pages.update(pages)
+        entry.state, entry.pages, entry.contents = state, pages, None
+        self._device[entry.digest] = entry
+        self.stats.host_hits += 1
+        return True
 
     def _boundaries(self, request: ActiveRequest, start: int) -> tuple[int, ...]:
         """Where to keep this prompt's state: near its end, and where it leaves another prompt's way.
@@ -291,14 +316,10 @@ class PromptCache:
         candidates = [entry for entry in self._device.values() if entry is not keep]
         entry = next((entry for entry in candidates if entry.pinned_until <= now), candidates[0])
         self.stats.evictions += 1
-        size = self.prompts.snapshot_nbytes + len(entry.pages) * self.prompts.page_nbytes
-        if size > self.host_bytes:
+        if not self._copy_to_host(entry):
             self._leave_device(entry)
             self._drop(entry)
             return
-        contents = self.prompts.read_pages(entry.pages, HOST)
-        state = {name: tensor.to(HOST) for name, tensor in entry.state.items()}
-        entry.contents, entry.state = contents, state
         self._leave_device(entry)
         self._host[entry.digest] = entry
         self._host_nbytes += entry.host_nbytes
@@ -308,6 +329,21 @@ class PromptCache:
             if oldest is not keep:
                 self._leave_host(oldest)
                 self._drop(oldest)
+
+    def _copy_to_host(self, entry: Entry) -> bool:
+        """Copy an entry's state and pages; False, and nothing has changed, where the host has no room for them."""
+        size = self.prompts.snapshot_nbytes + len(entry.pages) * self.prompts.page_nbytes
+        if size > self.host_bytes:
+            return False
+        try:
+            contents = self.prompts.read_pages(entry.pages, HOST)
+            state = {name: tensor.to(HOST) for name, tensor in entry.state.items()}
+        except Exception as error:
+            if _is_out_of_memory(error):
+                return False
+            raise
+        entry.contents, entry.state = contents, state
+        return True
 
     def _leave_device(self, entry: Entry) -> None:
         del self._device[entry.digest]
@@ -325,6 +361,13 @@ class PromptCache:
         _subtract(self._prefixes, entry.digests)
         if entry.session_id is not None:
             self._sessions.pop(entry.session_id, None)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether an allocation has failed, on the device or on the host; torch has no class of its own for the latter."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "allocate memory" in str(error)
 
 
 def _subtract(counts: Counter[Key], keys: Iterable[Key]) -> None:

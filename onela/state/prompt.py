@@ -84,6 +84,8 @@ class PromptPool:
         self.pages = PageAllocator("KV pages", max_pages)
         self.prompt_tensors = GrowingTensors(per_prompt, device, limit=max_prompts)
         self.page_tensors = GrowingTensors(per_page, device, limit=max_pages)
+        self._views: dict[int, dict[str, list[Tensor]]] = {}
+        self._views_made_for: object = None
         self.page_table = torch.full((0, 0), -1, dtype=torch.int32, device=device)
         self.lengths = torch.zeros(0, dtype=torch.int32, device=device)
 
@@ -142,14 +144,30 @@ class PromptPool:
         self.lengths[prompt.index] = prompt.num_tokens
 
     def snapshot(self, prompt: PromptState) -> dict[str, Tensor]:
-        """A copy of what a prompt holds beside its pages: recurrent states and convolution tails as they are now."""
-        return {name: tensor[prompt.index].clone() for name, tensor in self.prompt_tensors.tensors.items()}
+        """A copy of what a prompt holds beside its pages: recurrent states and convolution tails as they are now.
+
+        Returns:
+            All layers' one after the other, [n] of each dtype.
+        """
+        return {name: torch.cat(rows) for name, rows in self._rows(prompt.index).items()}
 
     def restore(self, prompt: PromptState, snapshot: Mapping[str, Tensor], num_tokens: int) -> None:
         """Let a prompt go on from a snapshot that was taken after `num_tokens` tokens; its pages are in place."""
-        for name, tensor in self.prompt_tensors.tensors.items():
-            tensor[prompt.index].copy_(snapshot[name])
+        for name, rows in self._rows(prompt.index).items():
+            torch._foreach_copy_(rows, list(snapshot[name].split([row.numel() for row in rows])))
         self.extend(prompt, num_tokens)
+
+    def _rows(self, index: int) -> dict[str, list[Tensor]]:
+        """A place's part of every per-prompt tensor, flat, by dtype. Dozens of views, so they are kept."""
+        if self._views_made_for != self.prompt_tensors.generation:
+            self._views.clear()
+            self._views_made_for = self.prompt_tensors.generation
+        if index not in self._views:
+            views: dict[str, list[Tensor]] = {}
+            for tensor in self.prompt_tensors.tensors.values():
+                views.setdefault(str(tensor.dtype), []).append(tensor[index].view(-1))
+            self._views[index] = views
+        return self._views[index]
 
     def read_pages(self, pages: Sequence[int], device: torch.device) -> dict[str, Tensor]:
         """Copies of pages, in order, on another device: [num_pages, page_size, HKV, D] per layer and kind."""

@@ -188,8 +188,20 @@ def test_a_state_that_went_wrong_is_forgotten() -> None:
     check_nothing_is_held(engine)
 
 
+def no_host_memory() -> RuntimeError:
+    """What torch says when the host has no more memory."""
+    try:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    except RuntimeError as error:
+        return error
+    raise AssertionError("there is an exabyte of memory")
+
+
+@pytest.mark.parametrize("error", [MemoryError("out of memory"), no_host_memory()])
 @pytest.mark.parametrize("what", ["snapshot", "read_pages"])
-def test_no_memory_for_a_state_leaks_no_page(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+def test_no_memory_for_a_state_is_no_ones_trouble(
+    monkeypatch: pytest.MonkeyPatch, what: str, error: Exception
+) -> None:
     engine = fake_engine(**{**CACHE, "prompt_cache_host_bytes": 100_000})
     pool, cache = engine.state.prompts, cache_of(engine)
     ask(engine, prompt_of(43))
@@ -197,21 +209,51 @@ def test_no_memory_for_a_state_leaks_no_page(monkeypatch: pytest.MonkeyPatch, wh
     cache.device_bytes = cache.nbytes[0]
 
     def fail(*_: Any) -> Any:
-        raise MemoryError("out of memory")
+        raise error
 
     with monkeypatch.context() as patch:
         patch.setattr(pool, what, fail)
-        if what == "snapshot":
-            assert answer(ask(engine, prompt_of(43, 1))) == cold(prompt_of(43, 1))
-            assert cache.num_entries == (1, 0)
-        else:
-            with pytest.raises(EngineError, match="out of memory"):
-                ask(engine, prompt_of(43, 1))
+        assert answer(ask(engine, prompt_of(43, 1))) == cold(prompt_of(43, 1))
+        assert cache.num_entries == (1, 0)
     check_nothing_is_held(engine)
-    # What was kept before can still be used, and moved.
-    assert ask(engine, prompt_of(43)).usage.cached_tokens == 40
+    # What has been kept can still be used, and moved.
+    assert ask(engine, prompt_of(43, 0 if what == "snapshot" else 1)).usage.cached_tokens == 40
     for seed in (0, 1, 2, 0):
         assert answer(ask(engine, prompt_of(43, seed))) == cold(prompt_of(43, seed))
+
+
+def test_what_is_no_want_of_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = fake_engine(**{**CACHE, "prompt_cache_host_bytes": 100_000})
+    ask(engine, prompt_of(43))
+    cache_of(engine).device_bytes = cache_of(engine).nbytes[0]
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("an illegal address")
+
+    monkeypatch.setattr(engine.state.prompts, "read_pages", fail)
+    with pytest.raises(EngineError, match="an illegal address"):
+        ask(engine, prompt_of(43, 1))
+    check_nothing_is_held(engine)
+
+
+def test_a_state_that_the_device_has_no_memory_for_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = fake_engine(**{**CACHE, "prompt_cache_host_bytes": 100_000})
+    pool, cache = engine.state.prompts, cache_of(engine)
+    ask(engine, prompt_of(43))
+    cache.device_bytes = cache.nbytes[0]
+    ask(engine, prompt_of(43, 1))
+    assert cache.num_entries == (1, 1)
+
+    def fail(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "write_pages", fail)
+        result = ask(engine, prompt_of(43))
+    assert answer(result) == cold(prompt_of(43))
+    assert (result.usage.cached_tokens, cache.stats.hits, cache.stats.misses) == (0, 0, 3)
+    check_nothing_is_held(engine)
+    assert ask(engine, prompt_of(43)).usage.cached_tokens == 40
 
 
 def test_an_interval_between_pages_is_refused() -> None:
