@@ -9,19 +9,19 @@ it answered is simply asked again elsewhere.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+import pydantic_core
 import ray
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 from ray import serve
 from ray.exceptions import RayActorError
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
-from ray.serve.exceptions import BackPressureError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from onela.config import EngineConfig, ServerConfig
@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 ROUTER = "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
 SESSION_HEADER = "x-session-id"
 ATTEMPTS = 4
+REPEATABLE = ("/metrics", f"{ADMIN_PREFIX}load")
+Answer = tuple[int, list[tuple[bytes, bytes]], bytes]
 # Hop-by-hop headers are the gateway's own business.
 NOT_FORWARDED = frozenset({"host", "connection", "content-length", "transfer-encoding", "keep-alive"})
 
@@ -51,7 +53,8 @@ class ClusterSpec:
         model: checkpoint directory. catalog: catalogue, if any. vocabulary: token ids of each SID level, if they are
             not to be found in the tokenizer.
         replicas: at the start, and the least there are. max_replicas: the most; None: as many as `replicas`.
-        target_requests: requests per replica above which another one is started.
+        target_requests: requests per replica above which another one is started, and below which one is given up.
+        upscale_delay_s, downscale_delay_s: seconds that either must last.
         num_gpus, num_cpus: what a replica asks Ray for.
         engine: options of `EngineConfig`. server: options of `ServerConfig`. prompts: options of `PromptOptions`.
     """
@@ -62,6 +65,8 @@ class ClusterSpec:
     replicas: int = 1
     max_replicas: int | None = None
     target_requests: int = 64
+    upscale_delay_s: float = 30
+    downscale_delay_s: float = 600
     num_gpus: float = 0
     num_cpus: float = 1
     engine: dict[str, Any] = field(default_factory=dict)
@@ -133,15 +138,15 @@ class Replica:
             gone.set()
             task.cancel()
 
-    async def whole(self, scope: dict[str, Any], body: bytes) -> tuple[int, bytes]:
-        """One HTTP request whose answer is short."""
-        status, pieces = 500, b""
+    async def whole(self, scope: dict[str, Any], body: bytes) -> Answer:
+        """One HTTP request whose answer comes in one piece: (status, headers, body)."""
+        status, headers, pieces = 500, [], b""
         async for part in self.call(scope, body):
             if isinstance(part, tuple):
-                status = part[0]
+                status, headers = part
             else:
                 pieces += part
-        return status, pieces
+        return status, headers, pieces
 
 
 class Gateway:
@@ -156,34 +161,61 @@ class Gateway:
         path = request.url.path
         body = await self._body(request)
         scope = _scope(request.method, path, _headers(request))
+        if path != "/metrics" and not path.startswith(ADMIN_PREFIX):
+            return await self._forward(scope, body, request.headers.get(SESSION_HEADER))
+        answers = await self._everywhere(scope, body)
+        if not answers:
+            return error_response(UnavailableError("no replica is up, or one was lost on the way"))
         if path == "/metrics":
-            texts = [text.decode() for _, text in await self._everywhere(scope, body)]
-            return Response(merge_metrics(texts), media_type=CONTENT_TYPE)
-        if path.startswith(ADMIN_PREFIX):
-            # What one replica could not do has not been done: the worst answer is given.
-            status, text = max(await self._everywhere(scope, body), key=lambda answer: answer[0])
-            return Response(text, status, media_type="application/json")
-        return await self._forward(scope, body, request.headers.get(SESSION_HEADER) or _session(body))
+            return Response(merge_metrics([text.decode() for *_, text in answers]), media_type=CONTENT_TYPE)
+        # What one replica could not do has not been done: the worst answer is given.
+        status, _, text = max(answers, key=lambda answer: answer[0])
+        return Response(text, status, media_type="application/json")
 
     async def _forward(self, scope: dict[str, Any], body: bytes, session: str | None) -> Response:
-        handle = self.replicas.options(stream=True, session_id=session or "")
+        """Ask one replica, and another one if that is lost before it has answered."""
+        fields = _fields(body)
+        for name in ("session_id", "user"):
+            found = fields.get(name)
+            session = session or (found if isinstance(found, str) else None)
+        ask = self._stream if fields.get("stream") is True else self._ask
         for attempt in range(ATTEMPTS):
-            parts = handle.call.remote(scope, body)
             try:
-                status, headers = await parts.__anext__()
+                return await ask(scope, body, session or "")
             except RayActorError as error:
                 logger.warning("a replica was lost before it answered, attempt %d: %s", attempt + 1, error)
                 await asyncio.sleep(0.1 * 2**attempt)
-                continue
-            except BackPressureError:
+            except (BackPressureError, DeploymentUnavailableError):
                 break
-            response = StreamingResponse(_rest(parts), status)
-            response.raw_headers = [(bytes(name), bytes(value)) for name, value in headers]
-            return response
         return error_response(UnavailableError("no replica takes requests now"))
 
-    async def _everywhere(self, scope: dict[str, Any], body: bytes) -> list[tuple[int, bytes]]:
-        return await self.replicas.broadcast("whole", scope, body).results_async()
+    async def _ask(self, scope: dict[str, Any], body: bytes, session: str) -> Response:
+        """An answer in one piece: a replica that is lost half-way has said nothing yet."""
+        asked = self.replicas.options(session_id=session).whole.remote(scope, body)
+        try:
+            status, headers, text = await asked
+        except asyncio.CancelledError:  # the client has gone
+            asked.cancel()
+            raise
+        return _with_headers(Response(text, status), headers)
+
+    async def _stream(self, scope: dict[str, Any], body: bytes, session: str) -> Response:
+        parts = self.replicas.options(stream=True, session_id=session).call.remote(scope, body)
+        status, headers = await parts.__anext__()
+        return _with_headers(StreamingResponse(_rest(parts), status), headers)
+
+    async def _everywhere(self, scope: dict[str, Any], body: bytes) -> list[Answer]:
+        """What every replica answers; nothing when not all that are known can.
+
+        Switching and rolling back are not tried again: some replicas may have done it.
+        """
+        for attempt in range(ATTEMPTS if scope["path"] in REPEATABLE else 1):
+            try:
+                return await self.replicas.broadcast("whole", scope, body).results_async()
+            except (RayActorError, DeploymentUnavailableError) as error:
+                logger.warning("not every replica answers, attempt %d: %s", attempt + 1, error)
+                await asyncio.sleep(0.1 * 2**attempt)
+        return []
 
     async def _body(self, request: Request) -> bytes:
         pieces = b""
@@ -200,16 +232,18 @@ async def _rest(parts: Any) -> AsyncIterator[bytes]:
         yield part
 
 
-def _session(body: bytes) -> str | None:
-    """`session_id` or `user` of a JSON body, if it has one."""
+def _with_headers(response: Response, headers: Any) -> Response:
+    response.raw_headers = [(bytes(name), bytes(value)) for name, value in headers]
+    return response
+
+
+def _fields(body: bytes) -> dict[str, Any]:
+    """The fields of a JSON body; none where it is no object. What is wrong with it, a replica says."""
     try:
-        fields = json.loads(body) if body else None
+        fields = pydantic_core.from_json(body) if body else None
     except ValueError:
-        return None
-    if not isinstance(fields, dict):
-        return None
-    found = fields.get("session_id") or fields.get("user")
-    return found if isinstance(found, str) else None
+        return {}
+    return fields if isinstance(fields, dict) else {}
 
 
 def _headers(request: Request) -> list[tuple[bytes, bytes]]:
@@ -249,6 +283,10 @@ def build(args: ClusterSpec | dict[str, Any]) -> serve.Application:
                 initial_replicas=spec.replicas,
                 max_replicas=spec.max_replicas,
                 target_ongoing_requests=spec.target_requests,
+                upscale_delay_s=spec.upscale_delay_s,
+                downscale_delay_s=spec.downscale_delay_s,
+                metrics_interval_s=min(10, spec.upscale_delay_s),
+                look_back_period_s=min(30, spec.upscale_delay_s),
             )
         }
     # A replica has a queue of its own, which refuses with numbers; Ray's shall not come before it.

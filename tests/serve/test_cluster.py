@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import dataclasses
 import json
 import re
 import socket
+import threading
 import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -78,6 +81,52 @@ def replicas() -> list[Any]:
     named = ray.util.list_named_actors(all_namespaces=True)
     found = [actor for actor in named if re.search(r"SERVE_REPLICA.*#Replica#", actor["name"])]
     return [ray.get_actor(actor["name"], actor["namespace"]) for actor in found]
+
+
+class NoReplica:
+    """A handle of a deployment of which no replica is up."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def options(self, **_: Any) -> Any:
+        return SimpleNamespace(whole=self, call=self)
+
+    def remote(self, *_: Any) -> Any:
+        raise self.error
+
+    def broadcast(self, *_: Any) -> Any:
+        raise self.error
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("path", ["/v1/recommend", "/metrics", "/v1/catalog/load", "/v1/catalog/switch"])
+@pytest.mark.parametrize("lost", ["unavailable", "actor"])
+def test_without_a_replica_the_gateway_says_when_to_come_back(
+    path: str, lost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("ray")
+    from fastapi import Request
+    from ray.exceptions import RayActorError
+    from ray.serve._private.common import DeploymentID
+    from ray.serve.exceptions import DeploymentUnavailableError
+
+    from onela.serve import cluster as module
+
+    error = DeploymentUnavailableError(DeploymentID("Replica")) if lost == "unavailable" else RayActorError()
+    replicas = NoReplica(error)
+    gateway = module.Gateway(replicas, 1000)  # type: ignore[arg-type]
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"{}", "more_body": False}
+
+    async def no_wait(_: float) -> None:
+        pass
+
+    monkeypatch.setattr(module.asyncio, "sleep", no_wait)
+    response = asyncio.run(gateway(Request(module._scope("POST", path, []), receive)))
+    assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+    assert json.loads(response.body)["error"]["code"] == "unavailable"
 
 
 @pytest.mark.slow
@@ -154,6 +203,52 @@ def test_sessions_stay_and_a_lost_replica_loses_nothing(
         rolling.result()
     assert served > 10
     assert not before & {actor._actor_id for actor in replicas()}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.filterwarnings("ignore")
+def test_replicas_come_under_load_and_go_after_it(cluster: tuple[str, Path, Any]) -> None:
+    """Between one and two of them, never more, and no request fails meanwhile."""
+    from onela.serve.cluster import run
+
+    url, _, spec = cluster
+    few = {"replicas": 1, "max_replicas": 2, "target_requests": 2}
+    run(dataclasses.replace(spec, **few, upscale_delay_s=1, downscale_delay_s=3), blocking=False)
+    body = {"prompt_token_ids": random_prompt(1500, 1), "beam_width": 200}
+    seen = [len(replicas())]
+    stop = threading.Event()
+
+    def ask() -> int:
+        count = 0
+        with httpx.Client(base_url=url, timeout=60) as client:
+            while not stop.is_set():
+                response = client.post("/v1/recommend", json=body)
+                assert response.status_code == 200, response.text
+                count += 1
+        return count
+
+    def wait_for(count: int) -> None:
+        limit = time.monotonic() + 80
+        while seen[-1] != count:
+            assert time.monotonic() < limit, seen
+            time.sleep(0.5)
+            seen.append(len(replicas()))
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        clients = [pool.submit(ask) for _ in range(8)]
+        try:
+            wait_for(2)
+            time.sleep(5)
+            seen.append(len(replicas()))
+        finally:
+            stop.set()
+        assert sum(client.result() for client in clients) > 8
+    assert seen[-1] == 2
+    wait_for(1)
+    assert max(seen) == 2
+    with httpx.Client(base_url=url, timeout=60) as client:
+        assert client.post("/v1/recommend", json=body).status_code == 200
 
 
 def test_the_deployment_file_is_what_the_code_takes() -> None:
