@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 
 import uvicorn
 from fastapi import FastAPI
 
 from onela.config import ServerConfig
+
+
+def spare_the_loaded() -> None:
+    """Tell Python's garbage collector that what is there by now stays, so that it never looks through it again."""
+    gc.collect()
+    gc.freeze()
 
 
 class DrainingServer(uvicorn.Server):
@@ -37,3 +44,7 @@ class DrainingServer(uvicorn.Server):
         stopping = asyncio.ensure_future(self.engine.stop(drain_s=self.drain_s))
         await super().shutdown(sockets)
         await stopping
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        spare_the_loaded()
+        await super().serve(sockets)
