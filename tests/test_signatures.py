@@ -21,6 +21,8 @@ PAIRS = [
     ("onela.ops.norm", "qk_norm_rotary"),
     ("onela.ops.norm", "sigmoid_gate"),
     ("onela.ops.norm", "swiglu"),
+    ("onela.ops.linear", "quantize_rows"),
+    ("onela.ops.linear", "float8_linear"),
 ]
 
 

@@ -1,0 +1,6 @@
+"""Linear maps in 8 bits: rows of both sides rounded to float8 under a scale each."""
+
+from onela.ops.linear.dispatch import float8_linear, quantize_rows
+from onela.ops.linear.reference import FLOAT8, float8_linear_ref, quantize_rows_ref
+
+__all__ = ["FLOAT8", "float8_linear", "float8_linear_ref", "quantize_rows", "quantize_rows_ref"]
