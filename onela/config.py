@@ -15,6 +15,7 @@ RecurrentBackendOption = Literal["replay", "full_state", "replay_ssm", "records_
 FullStateMode = Literal["copy", "read_parent"]
 CheckpointMode = Literal["per_beam", "shared"]
 RecordDtype = Literal["auto", "float32", "bfloat16"]
+Quantization = Literal["none", "fp8"]
 
 PREFIX = "ONELA_"
 SERVE_PREFIX = "ONELA_SERVE_"
@@ -35,6 +36,9 @@ class EngineConfig:
     device: str = _option("auto", "cpu, cuda, cuda:N, or auto: a GPU when there is one")
     dtype: str = _option(
         "auto", "float32, bfloat16, or auto: bfloat16 on a GPU, on a CPU what the checkpoint says"
+    )
+    quantization: Quantization = _option(
+        "none", "none, or fp8: weights and activations of mixers and MLPs in float8, a scale per row"
     )
     recurrent_backend: RecurrentBackendOption = _option(
         "replay",
@@ -196,6 +200,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "full_state_mode": get_args(FullStateMode),
     "replay_ssm_checkpoint": get_args(CheckpointMode),
     "record_dtype": get_args(RecordDtype),
+    "quantization": get_args(Quantization),
 }
 
 

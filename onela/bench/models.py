@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from onela.engine import Result
 from onela.models import CausalLM
 from onela.models.layers import MLP, Attention
+from onela.models.quantized import Weight, linear
 from onela.models.registry import FAMILIES
 
 SHAPE_08B: dict[str, Any] = {
@@ -72,7 +71,10 @@ def random_model(values: dict[str, Any], dtype: torch.dtype, device: torch.devic
 
 
 def matrix_products(model: CausalLM, rows: int) -> Callable[[], Any]:
-    """All matrix products of a decode step on `rows` rows, and nothing else; those of mixtures of experts left out."""
+    """All matrix products of a decode step on `rows` rows, and nothing else; those of mixtures of experts left out.
+
+    Over a quantized model the rounding of the rows is part of it.
+    """
     weight = model.lm_head.weight
     products = []
     for layer in model.model:
@@ -84,9 +86,9 @@ def matrix_products(model: CausalLM, rows: int) -> Callable[[], Any]:
         products += [
             (torch.randn(rows, matrix.shape[1]).to(weight), matrix)
             for matrix in matrices
-            if isinstance(matrix, Tensor)
+            if isinstance(matrix, Weight)
         ]
-    return lambda: [F.linear(x, matrix) for x, matrix in products]
+    return lambda: [linear(x, matrix) for x, matrix in products]
 
 
 def overlap(left: Sequence[Result], right: Sequence[Result]) -> tuple[float, float]:

@@ -55,12 +55,15 @@ def capacity(
     prompt_tokens: Annotated[int, typer.Option("--prompt", min=1, help="Tokens of a prompt.")] = 1024,
     codebook_size: Annotated[int, typer.Option("--codebook", min=1, help="Codes of a level.")] = 8192,
     dtype: Annotated[str, typer.Option(help="Of weights and records: bfloat16 or float32.")] = "bfloat16",
+    quantization: Annotated[str, typer.Option(help="none, or fp8 weights.")] = "none",
     page_size: Annotated[int, typer.Option(min=1, help="Tokens per KV page.")] = EngineConfig.page_size,
     json_output: JsonOption = False,
 ) -> None:
     """Print what each backend holds and writes per step, by formula, and how many requests fit into a memory."""
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype: {dtype!r} is none of {', '.join(DTYPES)}")
+    if quantization not in ("none", "fp8"):
+        raise ConfigError(f"--quantization: {quantization!r} is none of none, fp8")
     if memory is not None and model is None:
         raise ConfigError("--memory: needs a checkpoint directory, for its weights and all its layers")
     room = read_memory(memory) if model is not None else None
@@ -95,7 +98,9 @@ def capacity(
             kind = DTYPES[dtype]
             served = ServedModel(
                 layers,
-                weight_bytes=weight_bytes(model, kind, num_head_rows=length * codebook_size),
+                weight_bytes=weight_bytes(
+                    model, kind, num_head_rows=length * codebook_size, quantization=quantization
+                ),
                 row_bytes=row_bytes(read_model_config(model), kind),
                 num_codes=codebook_size,
                 dtype=kind,

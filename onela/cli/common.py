@@ -47,6 +47,9 @@ ThinkingOption = Annotated[
         "--enable-thinking", help="Let the chat template leave thinking on; default: an empty think block."
     ),
 ]
+QuantizationOption = Annotated[
+    str | None, typer.Option("--quantization", help="none, or fp8: mixers and MLPs in float8.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 console = Console()

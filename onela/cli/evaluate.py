@@ -17,6 +17,7 @@ from onela.cli.common import (
     ForcedPrefixOption,
     JsonOption,
     ModelPath,
+    QuantizationOption,
     ThinkingOption,
     VocabularyOption,
     load_engine,
@@ -57,6 +58,7 @@ def evaluate_command(
     enable_thinking: ThinkingOption = False,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
+    quantization: QuantizationOption = None,
     plot: Annotated[Path | None, typer.Option(help="Write recall by beam width as an image.")] = None,
     json_output: JsonOption = False,
 ) -> None:
@@ -71,6 +73,7 @@ def evaluate_command(
         vocabulary,
         device=device,
         dtype=dtype,
+        quantization=quantization,
         forced_prefix=forced_prefix,
         chat_template=chat_template,
         enable_thinking=enable_thinking,

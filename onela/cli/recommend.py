@@ -16,6 +16,7 @@ from onela.cli.common import (
     ForcedPrefixOption,
     JsonOption,
     ModelPath,
+    QuantizationOption,
     ThinkingOption,
     VocabularyOption,
     load_engine,
@@ -54,6 +55,7 @@ def recommend(
     length_penalty: Annotated[float, typer.Option(help="0 keeps the sum.")] = BeamParams.length_penalty,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
+    quantization: QuantizationOption = None,
     recurrent_backend: Annotated[
         str | None, typer.Option(help="replay, full_state, replay_ssm or auto.")
     ] = None,
@@ -84,6 +86,7 @@ def recommend(
         vocabulary,
         device=device,
         dtype=dtype,
+        quantization=quantization,
         recurrent_backend=recurrent_backend,
         forced_prefix=forced_prefix,
         chat_template=chat_template,

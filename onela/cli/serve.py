@@ -15,6 +15,7 @@ from onela.cli.common import (
     DtypeOption,
     ForcedPrefixOption,
     ModelPath,
+    QuantizationOption,
     ThinkingOption,
     VocabularyOption,
     load_engine,
@@ -33,6 +34,7 @@ def serve(
     model_name: Annotated[str | None, typer.Option(help="Name in /v1/models.")] = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
+    quantization: QuantizationOption = None,
     recurrent_backend: Annotated[
         str | None, typer.Option(help="replay, full_state, replay_ssm or auto.")
     ] = None,
@@ -73,6 +75,7 @@ def serve(
         {
             "device": device,
             "dtype": dtype,
+            "quantization": quantization,
             "recurrent_backend": recurrent_backend,
             "max_waiting": max_waiting,
             "max_batch_tokens": max_batch_tokens,

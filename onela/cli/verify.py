@@ -14,6 +14,7 @@ from onela.cli.common import (
     DtypeOption,
     JsonOption,
     ModelPath,
+    QuantizationOption,
     VocabularyOption,
     format_bytes,
     load_engine,
@@ -37,13 +38,14 @@ def verify(
     seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 0,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
+    quantization: QuantizationOption = None,
     json_output: JsonOption = False,
 ) -> None:
     """Run all backends on a checkpoint and print the largest difference; exit code 1 above the tolerance.
 
     A backend that has no SID in common with the others is above every tolerance.
     """
-    engine = load_engine(model, catalog, vocabulary, device=device, dtype=dtype)
+    engine = load_engine(model, catalog, vocabulary, device=device, dtype=dtype, quantization=quantization)
     generator = torch.Generator().manual_seed(seed)
     size = engine.model.config.vocab_size
     requests = []

@@ -77,6 +77,11 @@ class Engine:
         self.vocabulary = vocabulary
         self.config = config or EngineConfig()
         self.tokenizer = tokenizer
+        if self.config.quantization != getattr(model, "quantization", "none"):
+            raise ConfigError(
+                f"quantization: {self.config.quantization!r} was asked for, the model given is not; "
+                "`load_model` and `CausalLM.quantize` make it so"
+            )
         self.device = model.lm_head.weight.device
         dtype = model.lm_head.weight.dtype
         if vocabulary.max_token_id >= model.config.vocab_size:
@@ -188,7 +193,7 @@ class Engine:
             vocabulary = SidVocabulary.from_tokenizer(tokenizer)
         if catalog is not None and not isinstance(catalog, ItemCatalog):
             catalog = ItemCatalog.load(catalog, vocabulary=vocabulary)
-        model = load_model(path, dtype=config.dtype, device=device)
+        model = load_model(path, dtype=config.dtype, device=device, quantization=config.quantization)
         prompt_options = PromptOptions(forced_prefix, chat_template, enable_thinking)
         return cls(
             model, vocabulary, catalog, config=config, tokenizer=tokenizer, prompt_options=prompt_options

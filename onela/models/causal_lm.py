@@ -77,6 +77,7 @@ class CausalLM(nn.Module, ABC):
 
     zero_centered_norms = True
     gated_attention = True
+    quantization = "none"
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -130,6 +131,16 @@ class CausalLM(nn.Module, ABC):
         for module in self.modules():
             if isinstance(module, FusedLinear):
                 module.fuse()
+
+    def quantize(self) -> None:
+        """Round the weights of mixers and MLPs to float8. Called once, after `fuse`.
+
+        Embedding and head, norms, convolutions, the gates' constants, routers and a mixture's experts stay as they are.
+        """
+        for module in list(self.modules()):
+            if isinstance(module, FusedLinear):
+                module.quantize()
+        self.quantization = "fp8"
 
     def prefill(self, inputs: PrefillInputs, state: DecodeState) -> Tensor:
         """Run new tokens of several prompts and leave their state behind.

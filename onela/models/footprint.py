@@ -5,34 +5,50 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from onela.models.causal_lm import CausalLM
 from onela.models.config import LINEAR, ModelConfig
+from onela.models.layers import FusedLinear
 from onela.models.registry import read_family
 from onela.models.weights import FP32_SUFFIXES
 
 
-def weight_bytes(path: str | Path, dtype: torch.dtype, *, num_head_rows: int = 0) -> int:
+def weight_bytes(
+    path: str | Path, dtype: torch.dtype, *, num_head_rows: int = 0, quantization: str = "none"
+) -> int:
     """Bytes of a checkpoint's weights once they are loaded; its files may be absent, `config.json` suffices.
 
     Args:
         path: the checkpoint's directory. dtype: that the weights are kept in.
         num_head_rows: rows of the head that are copied for the SID levels.
+        quantization: "none" or "fp8", as `load_model` takes it.
     Raises:
         CheckpointError, ConfigError: as `read_model_config`.
     """
     family, config = read_family(path)
     with torch.device("meta"):
         model = family(config)
-    return module_bytes(model, dtype) + num_head_rows * config.hidden_size * dtype.itemsize
+    return module_bytes(model, dtype, quantization) + num_head_rows * config.hidden_size * dtype.itemsize
 
 
-def module_bytes(model: CausalLM, dtype: torch.dtype) -> int:
-    """Bytes of a model's parameters; a tied head counts once."""
-    return sum(
+def module_bytes(model: CausalLM, dtype: torch.dtype, quantization: str = "none") -> int:
+    """Bytes of the parameters of a model that is not quantized yet; a tied head counts once."""
+    whole = sum(
         parameter.numel() * (4 if name.endswith(FP32_SUFFIXES) else dtype.itemsize)
         for name, parameter in model.named_parameters()
     )
+    if quantization == "none":
+        return whole
+    weights = [
+        part.weight
+        for module in model.modules()
+        if isinstance(module, FusedLinear)
+        for part in module.children()
+        if isinstance(part, nn.Linear)
+    ]
+    # One byte a number, and one fp32 scale a row.
+    return whole + sum(w.numel() * (1 - dtype.itemsize) + 4 * w.shape[0] for w in weights)
 
 
 def row_bytes(config: ModelConfig, dtype: torch.dtype) -> int:

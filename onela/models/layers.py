@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onela.models.config import ModelConfig
+from onela.models.quantized import Float8Linear, Float8Weight, Weight, linear
 from onela.ops.attention import beam_attention, prefill_attention
 from onela.ops.gated_delta import gated_delta_gates, gated_delta_prefill
 from onela.ops.norm import gated_rms_norm, qk_norm_rotary, rms_norm, sigmoid_gate, swiglu
@@ -59,14 +60,15 @@ class FusedLinear(nn.Module):
     The parts stay ordinary parameters under the checkpoint's names; `fuse` makes them views of one tensor.
     """
 
-    fused: Tensor | None = None
+    fused: Weight | None = None
+    fused_parts: tuple[nn.Linear, ...] = ()
 
     def split_linear(self, x: Tensor, parts: list[nn.Linear]) -> list[Tensor]:
         """Apply every part to x: [N, D] -> [N, size] each, slices of one result when fused."""
         if self.fused is None:
             return [part(x) for part in parts]
         sizes = [part.out_features for part in parts]
-        return list(F.linear(x, self.fused).split(sizes, dim=-1))
+        return list(linear(x, self.fused).split(sizes, dim=-1))
 
     def fuse_linear(self, parts: list[nn.Linear]) -> None:
         """Move the parts' weights into one tensor. Parts with a bias stay apart."""
@@ -77,10 +79,20 @@ class FusedLinear(nn.Module):
         for part in parts:
             part.weight = nn.Parameter(fused[start : start + part.out_features], requires_grad=False)
             start += part.out_features
-        self.fused = fused
+        self.fused, self.fused_parts = fused, tuple(parts)
 
     def fuse(self) -> None:
         """Called once, after the weights are loaded and moved."""
+
+    def quantize(self) -> None:
+        """Round the weights of this module's own linear maps to float8. Called once, after `fuse`."""
+        if isinstance(self.fused, Tensor):
+            self.fused = Float8Weight.of(self.fused)
+            for part in self.fused_parts:
+                part.weight = nn.Parameter(part.weight.data.new_empty(0), requires_grad=False)
+        for name, child in list(self.named_children()):
+            if isinstance(child, nn.Linear) and child not in self.fused_parts:
+                setattr(self, name, Float8Linear(child))
 
 
 class MLP(FusedLinear):
@@ -95,7 +107,7 @@ class MLP(FusedLinear):
     def forward(self, x: Tensor) -> Tensor:
         if self.fused is None:
             return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return self.down_proj(swiglu(F.linear(x, self.fused)))
+        return self.down_proj(swiglu(linear(x, self.fused)))
 
     def fuse(self) -> None:
         self.fuse_linear([self.gate_proj, self.up_proj])

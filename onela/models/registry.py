@@ -39,7 +39,13 @@ def read_family(path: str | Path) -> tuple[type[CausalLM], ModelConfig]:
     return family, config
 
 
-def load_model(path: str | Path, *, dtype: str = "auto", device: torch.device | str = "cpu") -> CausalLM:
+def load_model(
+    path: str | Path,
+    *,
+    dtype: str = "auto",
+    device: torch.device | str = "cpu",
+    quantization: str = "none",
+) -> CausalLM:
     """Load a checkpoint directory.
 
     Args:
@@ -47,6 +53,7 @@ def load_model(path: str | Path, *, dtype: str = "auto", device: torch.device | 
         dtype: "float32", "bfloat16", or "auto": bfloat16 on a GPU, on a CPU what `config.json` says (float16
             becomes float32).
         device: where the weights go.
+        quantization: "none", or "fp8": the linear maps of mixers and MLPs in float8 (`CausalLM.quantize`).
     Raises:
         CheckpointError: the directory or a file is missing or unreadable, or a tensor does not fit.
         ConfigError: a field of `config.json` or an argument has a value that is not supported.
@@ -54,7 +61,12 @@ def load_model(path: str | Path, *, dtype: str = "auto", device: torch.device | 
     directory = Path(path)
     family, values, config = _family(directory)
     device = torch.device(device)
-    return load_weights(family, config, directory, dtype=resolve_dtype(dtype, values, device), device=device)
+    if quantization not in ("none", "fp8"):
+        raise ConfigError(f"quantization: {quantization!r} is none of none, fp8")
+    model = load_weights(family, config, directory, dtype=resolve_dtype(dtype, values, device), device=device)
+    if quantization == "fp8":
+        model.quantize()
+    return model
 
 
 def _family(directory: Path) -> tuple[type[CausalLM], dict[str, Any], ModelConfig]:

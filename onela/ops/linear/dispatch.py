@@ -1,4 +1,4 @@
-"""Which implementation of a linear map in 8 bits runs: torch's scaled product where a GPU has it, else the reference."""
+"""Which implementation of a linear map in 8 bits runs: torch's scaled product if the GPU has it, else the reference."""
 
 from __future__ import annotations
 
