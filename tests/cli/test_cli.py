@@ -16,7 +16,7 @@ import pytest
 from transformers import AutoTokenizer
 
 import onela
-from onela.cli.main import app
+from onela.cli.main import COMMANDS, app, load_command
 from tests.engine.helpers import random_sids, save_qwen3_5, vocabulary_of
 from tests.fixtures import Published, save_minionerec, save_openonerec
 
@@ -229,3 +229,10 @@ def test_the_entry_point_leaves_with_the_exit_code() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("onela: ")
+
+
+def test_the_list_of_commands_says_what_the_commands_say() -> None:
+    for name, (_, summary) in COMMANDS.items():
+        command = load_command(name)
+        assert command.name == name
+        assert (command.help or "").strip().split("\n")[0] == summary
