@@ -24,133 +24,17 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from torch import Tensor
 
 from bench.common import Failures, append_result, machine, time_graph
-from bench.decode import engine_of, parse_shape, vocabulary_of
-from onela import EngineConfig
-from onela.bench.models import SHAPE_08B, TINY, random_model
+from bench.decode import parse_shape
+from onela.bench.models import SHAPE_08B, TINY, engine_of, random_model, vocabulary_of
+from onela.bench.operator import OPERATOR_LAYERS, fill, operator, operator_step, step_inputs
 from onela.engine import Engine
-from onela.engine.verify import VARIANTS
-from onela.state import (
-    REPLAYING,
-    GatedDeltaGeometry,
-    PromptPool,
-    Records,
-    RecurrentBackend,
-    StepInputs,
-    make_backend,
-)
+from onela.state import StepInputs
 
 ARMS = ("replay", "full_state_copy", "full_state_read_parent", "replay_ssm", "replay_ssm_shared")
 MODEL_DEPTHS = (0, 1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 63)
 OPERATOR_DEPTHS = (0, 1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 63, 95, 127, 191, 255)
-OPERATOR_LAYERS = 4
-LAYER = GatedDeltaGeometry(16, 16, 128, 128)
-
-
-def tree(requests: int, width: int, depth: int, kind: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Ancestors [N, depth] of the beams of a step, oldest first, and the parents' rows [N]; slots step by step."""
-    N = requests * width
-    generator = torch.Generator(device).manual_seed(depth)
-    rows = torch.arange(N, device=device)
-    first = rows // width * width
-    ancestors = torch.empty(N, 0, dtype=torch.int32, device=device)
-    parents = rows
-    for t in range(depth):
-        if kind == "random":
-            drawn = torch.randint(width, (requests, width), generator=generator, device=device)
-            parents = drawn.sort(-1).values.flatten() + first
-        slots = (parents + t * N).to(torch.int32)
-        ancestors = torch.cat([ancestors[parents], slots[:, None]], dim=1)
-    return ancestors.contiguous(), parents
-
-
-def step_inputs(
-    requests: int, width: int, depth: int, prompt: int, kind: str, device: torch.device
-) -> StepInputs:
-    """The step of R requests of W beams that all stand at the same depth."""
-    N = requests * width
-    ancestors, parents = tree(requests, width, depth, kind, device)
-
-    def numbers(values: Any) -> Tensor:
-        return torch.as_tensor(values, dtype=torch.int32, device=device)
-
-    rows = torch.arange(N, dtype=torch.int32, device=device)
-    return StepInputs(
-        token_ids=numbers([64]).repeat(N),
-        positions=numbers([prompt + depth]).repeat(N),
-        slots=rows + depth * N,
-        ancestors=ancestors,
-        cu_rows=numbers([i * width for i in range(requests + 1)]),
-        prompts=numbers(range(requests)),
-        depths=numbers([depth] * requests),
-        rows=rows,
-        parent_rows=parents.to(torch.int32) if depth else torch.full_like(rows, -1),
-        row_prompts=rows // width,
-        row_depths=torch.full_like(rows, depth),
-        some_first=depth == 0,
-    )
-
-
-def operator(arm: str, requests: int, width: int, max_depth: int, device: torch.device) -> RecurrentBackend:
-    """A backend over four layers, as the engine makes it for a bf16 model."""
-    config = EngineConfig(**dict(VARIANTS)[arm])
-    name, bf16 = config.recurrent_backend, torch.bfloat16
-    layers = [LAYER] * OPERATOR_LAYERS
-    cuda = device.type == "cuda"
-    prompts = PromptPool(layers, dtype=bf16, device=device, split_states=cuda and name in REPLAYING)
-    for _ in range(requests):
-        prompts.allocate(1)
-    for i in range(OPERATOR_LAYERS):
-        states = (
-            torch.randn(requests, LAYER.num_value_heads, LAYER.value_dim, LAYER.key_dim, device=device) * 0.1
-        )
-        prompts.write_recurrent_states(i, torch.arange(requests, device=device), states)
-    records = Records(
-        layers, dtype=bf16, record_dtype=bf16, device=device, transitions=name == "replay", conv_inputs=False
-    )
-    records.allocate(requests * width * (max_depth + 1))
-    backend = make_backend(
-        name,
-        layers,
-        prompts,
-        records,
-        dtype=bf16,
-        record_dtype=bf16,
-        full_state_mode=config.full_state_mode,
-        replay_ssm_checkpoint=config.replay_ssm_checkpoint,
-    )
-    backend.reserve(requests * width, max_depth + 1)
-    return backend
-
-
-def fill(backend: RecurrentBackend) -> None:
-    """Numbers of the usual size in everything that a step may read, so that none of it is infinite."""
-    pools = [backend.records.pool, getattr(backend, "pool", None)]
-    for name, tensor in [item for pool in pools if pool is not None for item in pool.tensors.items()]:
-        if tensor.dtype == torch.int32:
-            tensor.zero_()
-        elif name.endswith(".g"):
-            tensor.fill_(-0.1)
-        else:
-            tensor.normal_(0, 0.1)
-
-
-def operator_step(backend: RecurrentBackend, inputs: StepInputs) -> Callable[[], Any]:
-    """Reordering and the recurrence of all layers."""
-    N, device = inputs.rows.shape[0], inputs.rows.device
-    H, HV, K, V = LAYER.num_key_heads, LAYER.num_value_heads, LAYER.key_dim, LAYER.value_dim
-    q, k = (torch.randn(N, H, K, device=device).to(torch.bfloat16) for _ in range(2))
-    v = torch.randn(N, HV, V, device=device).to(torch.bfloat16)
-    g, beta = -torch.rand(N, HV, device=device), torch.rand(N, HV, device=device)
-
-    def run() -> list[Tensor]:
-        backend.begin(inputs)
-        backend.reorder(inputs)
-        return [backend.step(i, q, k, v, g, beta, inputs) for i in backend.geometry]
-
-    return run
 
 
 def model_step(engine: Engine, inputs: StepInputs) -> Callable[[], Any]:

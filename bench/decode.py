@@ -28,9 +28,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from bench.common import Failures, append_result, machine, time_events, time_graph
-from onela import BeamParams, Engine, EngineConfig, Request, Result, SidVocabulary
+from onela import BeamParams, Engine, Request, Result, SidVocabulary
 from onela.bench.decode import StepTimes, measure_steps, part_times
-from onela.bench.models import SHAPE_08B, TINY, matrix_products, overlap, random_model
+from onela.bench.models import (
+    SHAPE_08B,
+    TINY,
+    engine_of,
+    matrix_products,
+    overlap,
+    random_model,
+    vocabulary_of,
+)
 from onela.engine.verify import VARIANTS
 from onela.models import CausalLM
 
@@ -92,19 +100,6 @@ def parse_shape(text: str) -> tuple[int, int]:
     if not (requests.isdigit() and width.isdigit() and int(requests) and int(width)):
         raise argparse.ArgumentTypeError(f"{text!r}: requests x beams is expected, such as 4x256")
     return int(requests), int(width)
-
-
-def vocabulary_of(tokens: int, codebook: int) -> SidVocabulary:
-    """`tokens` levels of `codebook` codes."""
-    return SidVocabulary.from_token_ids(
-        [range(64 + i * codebook, 64 + (i + 1) * codebook) for i in range(tokens)]
-    )
-
-
-def engine_of(model: CausalLM, vocabulary: SidVocabulary, arm: str, **options: Any) -> Engine:
-    """An engine that differs from the others by its arm alone."""
-    config = EngineConfig(max_batch_tokens=1 << 20, **dict(VARIANTS)[arm], **options)
-    return Engine(model, vocabulary, config=config)
 
 
 def main() -> None:

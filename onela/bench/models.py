@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 
-from onela.engine import Result
+from onela.config import EngineConfig
+from onela.engine import Engine, Result
+from onela.engine.verify import VARIANTS
+from onela.items import SidVocabulary
 from onela.models import CausalLM
 from onela.models.layers import MLP, Attention
 from onela.models.quantized import Weight, linear
@@ -68,6 +71,19 @@ def random_model(values: dict[str, Any], dtype: torch.dtype, device: torch.devic
     model.requires_grad_(False)
     model.fuse()
     return model.eval()
+
+
+def vocabulary_of(tokens: int, codebook: int) -> SidVocabulary:
+    """`tokens` levels of `codebook` codes."""
+    return SidVocabulary.from_token_ids(
+        [range(64 + i * codebook, 64 + (i + 1) * codebook) for i in range(tokens)]
+    )
+
+
+def engine_of(model: CausalLM, vocabulary: SidVocabulary, arm: str, **options: Any) -> Engine:
+    """An engine that differs from the others by its arm alone."""
+    config = EngineConfig(max_batch_tokens=1 << 20, **dict(VARIANTS)[arm], **options)
+    return Engine(model, vocabulary, config=config)
 
 
 def matrix_products(model: CausalLM, rows: int) -> Callable[[], Any]:

@@ -13,10 +13,10 @@ import torch
 
 import bench.crossover
 import bench.decode
-from bench.crossover import step_inputs, tree
 from bench.decode import parse_shape
 from bench.report import format_value
 from onela.bench.decode import part_of
+from onela.bench.operator import step_inputs, tree
 from onela.state import BeamTree
 
 TINY = ["--device", "cpu", "--tiny"]
@@ -110,7 +110,7 @@ def test_the_crossovers_trees_are_beam_trees(kind: str) -> None:
             if kind == "random":
                 drawn = torch.randint(W, (R, W), generator=generator).sort(-1).values
                 chosen = (drawn + torch.tensor([[0], [W]])).flatten()
-            own = own.advance(chosen, torch.arange(R * W) + step * R * W)
+            own = own.advance(chosen, step * R * W)
         assert torch.equal(own.ancestors, ancestors)
         assert torch.equal(chosen, parents)
     inputs = step_inputs(R, W, 0, 10, kind, cpu)
