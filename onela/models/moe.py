@@ -13,6 +13,8 @@ from onela.models.config import ConfigReader, ModelConfig, MoeConfig
 from onela.models.layers import MLP
 from onela.ops.norm import swiglu
 
+MAX_EXPERTS = 32767  # they are numbered in 16 bits
+
 
 def read_experts(
     reader: ConfigReader, sparse_layers: frozenset[int], *, normalize_weights: bool
@@ -26,6 +28,8 @@ def read_experts(
         normalize_weights=normalize_weights,
         sparse_layers=sparse_layers,
     )
+    if moe.num_experts > MAX_EXPERTS:
+        raise ConfigError(f"config.json: num_experts = {moe.num_experts} exceeds {MAX_EXPERTS}")
     if moe.num_experts_per_token > moe.num_experts:
         raise ConfigError(
             f"config.json: num_experts_per_tok = {moe.num_experts_per_token} exceeds num_experts = {moe.num_experts}"
@@ -46,8 +50,8 @@ class Experts(nn.Module):
 class SparseMLP(nn.Module):
     """Every token visits its `num_experts_per_token` likeliest experts, and the shared one.
 
-    The router's softmax runs over all experts in fp32. A token's experts are added up in fp32, likeliest first, so its
-    result depends on the tokens beside it no more than the matrix products do.
+    The router's softmax runs over all experts in fp32. A token's experts are added up in fp32, in an order of their own,
+    so its result depends on the tokens beside it no more than the matrix products do.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -80,13 +84,21 @@ class SparseMLP(nn.Module):
         """The weighted sum of each token's experts, [N, D]."""
         N, k = experts.shape
         # Rows are (token, choice) pairs, put in order of their expert and back. Nothing here waits for the device.
-        order = experts.flatten().argsort(stable=True)
-        bounds = torch.arange(self.moe.num_experts, device=x.device)
-        ends = torch.searchsorted(experts.flatten()[order], bounds, right=True).to(torch.int32)
-        hidden = swiglu(grouped_linear(x[order // k], self.experts.gate_up_proj, ends))
-        rows = torch.empty(N * k, x.shape[-1], dtype=x.dtype, device=x.device)
-        rows[order] = grouped_linear(hidden, self.experts.down_proj, ends)
-        return (rows.view(N, k, x.shape[-1]).float() * weights.float()[..., None]).sum(1).to(x.dtype)
+        # Small numbers are sorted in fewer passes.
+        grouped, order = experts.flatten().to(torch.int16).sort(stable=True)
+        bounds = torch.arange(self.moe.num_experts, dtype=torch.int16, device=x.device)
+        ends = torch.searchsorted(grouped, bounds, right=True, out_int32=True)
+        hidden = swiglu(grouped_linear(x.index_select(0, order // k), self.experts.gate_up_proj, ends))
+        places = torch.empty_like(order)
+        places[order] = torch.arange(N * k, device=x.device)
+        rows = (
+            grouped_linear(hidden, self.experts.down_proj, ends)
+            .index_select(0, places)
+            .view(N, k, x.shape[-1])
+        )
+        if x.is_cuda:  # products of halves, summed in fp32
+            return torch.bmm(weights[:, None], rows)[:, 0]
+        return (rows.float() * weights.float()[..., None]).sum(1).to(x.dtype)
 
 
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
