@@ -211,7 +211,6 @@ def run_case(name: str, args: argparse.Namespace) -> None:
         prompts = torch.randint(0, first, (case.requests, case.prompt), generator=generator)
         return [Request(prompt_token_ids=prompt) for prompt in prompts.tolist()]
 
-    engine = Engine(model, vocabulary, config=EngineConfig(max_batch_tokens=1 << 16))
     params = BeamParams(beam_width=case.width)
     about = {
         "model": f"{case.model}, tiny" if args.tiny else case.model,
@@ -222,38 +221,12 @@ def run_case(name: str, args: argparse.Namespace) -> None:
         "dtype": args.dtype,
     }
     where = {"out": args.out, "commit": args.commit}
-    arms: list[tuple[str, ServedCatalog | None]] = [("free", None)]
-    if args.items:
-        served = ServedCatalog(None, BeamSearch(trie_of(args.items, codebook).to(device)), None, None)
-        arms.append((f"{args.items} items", served))
-    decode: dict[str, float] = {}
-    for arm, served in arms:
-        if served is not None:
-            engine.catalogs._active = served
-        times = time_requests(engine, requests, params, args.repeat, args.warm)
-        decode[arm] = statistics.median(times["decode"])
-        for metric, samples in times.items():
-            p90 = sorted(samples)[int(0.9 * (len(samples) - 1))]
-            value = statistics.median(samples)
-            print(
-                f"{case.model} W={case.width} prompt {case.prompt} {arm}: {metric} {value:.2f} ms "
-                f"({min(samples):.2f} to {max(samples):.2f}, p90 {p90:.2f})",
-                flush=True,
-            )
-            append_result(
-                "qwen3", arm=arm, case=about, metric=f"{metric}_time", unit="ms", value=value,
-                spread=[min(samples), max(samples)], p90=p90, repetitions=len(samples), **where,
-            )  # fmt: skip
-        if args.profile and served is None:
-            print_profile(engine, requests, params)
-    if len(decode) > 1:
-        free, constrained = decode.values()
-        share = 100 * (constrained - free) / constrained
-        print(f"{case.model}: the constraint takes {share:.2f} % of decode", flush=True)
-        append_result(
-            "qwen3", arm=arms[-1][0], case=about, metric="constraint_share", unit="%", value=share, **where
-        )
-    steps = time_steps(engine, requests(), params)
+    options: dict[str, Any] = {"max_batch_tokens": 1 << 16}
+    engine = Engine(model, vocabulary, config=EngineConfig(**options))
+    decode = measure(engine, "free", case, about, requests, params, args)
+    if args.profile:
+        print_profile(engine, requests, params)
+    steps = time_steps(engine, requests(), params, profile=args.profile)
     alone = None
     if device.type == "cuda" and model.config.moe is None:
         alone = statistics.median(time_graph([matrix_products(model, case.width * case.requests)]))
@@ -262,12 +235,59 @@ def run_case(name: str, args: argparse.Namespace) -> None:
         print(f"{case.model}: no graphs: {graphs.failure!r}", flush=True)
     values = [statistics.median(samples) / 1e3 for samples in steps]
     append_result(
-        "qwen3", arm=arms[-1][0], case=about, metric="step_time", unit="ms", value=statistics.mean(values),
+        "qwen3", arm="free", case=about, metric="step_time", unit="ms", value=statistics.mean(values),
         spread=[min(map(min, steps)) / 1e3, max(map(max, steps)) / 1e3],
         floor=None if alone is None else alone / 1e3, captured=graphs is not None and graphs.failure is None, **where,
     )  # fmt: skip
     floor = "" if alone is None else f", its matrix products alone {alone / 1e3:.3f} ms"
     print(f"{case.model}: decode steps {' '.join(f'{v:.3f}' for v in values)} ms{floor}", flush=True)
+    if args.items:
+        trie = trie_of(args.items, codebook).to(device)
+        engine.catalogs._active = ServedCatalog(None, BeamSearch(trie), None, None)
+        constrained = measure(engine, f"{args.items} items", case, about, requests, params, args)
+        share = 100 * (constrained - decode) / constrained
+        print(f"{case.model}: the constraint takes {share:.2f} % of decode", flush=True)
+        append_result(
+            "qwen3",
+            arm=f"{args.items} items",
+            case=about,
+            metric="constraint_share",
+            unit="%",
+            value=share,
+            **where,
+        )
+    if args.fp8:
+        del engine
+        gc.collect()
+        model.quantize()
+        engine = Engine(model, vocabulary, config=EngineConfig(quantization="fp8", **options))
+        measure(engine, "free, fp8", case, about, requests, params, args)
+
+
+def measure(
+    engine: Engine,
+    arm: str,
+    case: Case,
+    about: dict[str, Any],
+    requests: Callable[[], Sequence[Request]],
+    params: BeamParams,
+    args: argparse.Namespace,
+) -> float:
+    """Time whole requests and append their lines; returns the median of decode."""
+    times = time_requests(engine, requests, params, args.repeat, args.warm)
+    for metric, samples in times.items():
+        p90 = sorted(samples)[round(0.9 * (len(samples) - 1))]
+        value = statistics.median(samples)
+        print(
+            f"{case.model} W={case.width} prompt {case.prompt} {arm}: {metric} {value:.2f} ms "
+            f"({min(samples):.2f} to {max(samples):.2f}, p90 {p90:.2f})",
+            flush=True,
+        )
+        append_result(
+            "qwen3", arm=arm, case=about, metric=f"{metric}_time", unit="ms", value=value,
+            spread=[min(samples), max(samples)], p90=p90, repetitions=len(samples), out=args.out, commit=args.commit,
+        )  # fmt: skip
+    return statistics.median(times["decode"])
 
 
 def main() -> None:
@@ -280,6 +300,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--tiny", action="store_true", help="small models, to try the script")
+    parser.add_argument("--fp8", action="store_true", help="a last arm with float8 weights and activations")
     parser.add_argument("--profile", action="store_true", help="print where a request's time goes")
     parser.add_argument("--commit", help="the commit that is measured, where there is no checkout")
     parser.add_argument("--out", type=Path)

@@ -50,8 +50,8 @@ class Experts(nn.Module):
 class SparseMLP(nn.Module):
     """Every token visits its `num_experts_per_token` likeliest experts, and the shared one.
 
-    The router's softmax runs over all experts in fp32. A token's experts are added up in fp32, in an order of their own,
-    so its result depends on the tokens beside it no more than the matrix products do.
+    The router's softmax runs over all experts in fp32. A token's experts are added up in fp32, in an order of its
+    own, so that its result depends on the tokens beside it no more than the matrix products do.
     """
 
     def __init__(self, config: ModelConfig) -> None:
