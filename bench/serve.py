@@ -387,7 +387,8 @@ def replicas(arguments: argparse.Namespace, folder: Path, catalog: Path) -> Iter
         str(catalog),
     ]
     command += ["--vocabulary", str(tokens), "--port", str(port), "--replicas", str(arguments.replicas)]
-    command += ["--cpus-per-replica", "0.1", "--device", "cpu"]
+    command += ["--cpus-per-replica", "0.1", "--gpus-per-replica", str(arguments.gpus_per_replica)]
+    command += ["--device", "cuda" if arguments.gpus_per_replica else "cpu", "--dtype", "float32"]
     command += ["--prompt-cache-bytes", str(arguments.cache_bytes)]
     environ = {**os.environ, "ONELA_SERVE_ADMIN_TOKEN": "admin", "ONELA_SERVE_MAX_BODY_BYTES": "100000"}
     environ |= {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
@@ -473,7 +474,7 @@ def run_faults(arguments: argparse.Namespace) -> None:
     print(json.dumps(outcome, indent=2))
     case = {"shape": arguments.shape, "faults": arguments.requests}
     if arguments.replicas:
-        case["replicas"] = arguments.replicas
+        case |= {"replicas": arguments.replicas, "gpus_per_replica": arguments.gpus_per_replica}
     append_result(
         "serve",
         arm="onela",
