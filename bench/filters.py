@@ -1,0 +1,137 @@
+"""What a request's exclusions cost: working them out on the host, and choosing under them on the device.
+
+One catalogue of ten million items, each request excludes a thousand of its own. Three times are reported: `compile`,
+once per request on the host (`EligibilityIndex.compile`); `acquire`, once per request, its mask on the device; and
+`select`, at every step, what a selection takes longer under the requests' masks than without any. `per_step` is their
+sum, the first two spread over the steps of a request.
+
+    python bench/filters.py [--items 10000000] [--exclude 1000] [--requests 4] [--width 256]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+import torch
+
+from bench.common import append_result, time_events
+from onela import ItemCatalog, Request, SidVocabulary
+from onela.decoding import Beams
+from onela.engine.served import ServedCatalog
+
+
+def make_served(arguments: argparse.Namespace, device: torch.device) -> tuple[ServedCatalog, int]:
+    """The catalogue as it is served, and its number of items."""
+    size, levels = arguments.codebook, arguments.levels
+    starts = [level * size for level in range(levels)]
+    vocabulary = SidVocabulary.from_token_ids([list(range(start, start + size)) for start in starts])
+    if arguments.catalog is not None and arguments.catalog.exists():
+        catalog = ItemCatalog.load(arguments.catalog)
+        return ServedCatalog.prepare(catalog, vocabulary, device), catalog.num_items
+    sids = np.random.default_rng(0).integers(0, size, size=(arguments.items, levels), dtype=np.int32)
+    catalog = ItemCatalog.from_arrays(np.arange(len(sids)), sids)
+    if arguments.catalog is not None:
+        catalog.save(arguments.catalog)
+    return ServedCatalog.prepare(catalog, vocabulary, device), len(sids)
+
+
+def time_host(runs: list[Callable[[], Any]]) -> list[float]:
+    """Milliseconds of each run, the device's work included."""
+    times = []
+    for run in runs:
+        begun = time.perf_counter()
+        run()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times.append(1000 * (time.perf_counter() - begun))
+    return times
+
+
+def start_beams(served: ServedCatalog, level: int, width: int, device: torch.device, seed: int) -> Beams:
+    """`width` beams on random nodes before a level, in order."""
+    if level == 0:
+        return Beams.root(device)
+    trie = served.search.trie
+    assert trie is not None
+    generator = torch.Generator().manual_seed(seed)
+    count = int(trie.num_nodes(level))
+    nodes = torch.randperm(count, generator=generator)[:width].sort().values.to(device)
+    scores = torch.randn(width, generator=generator).to(device)
+    codes = torch.zeros(width, level, dtype=torch.int32, device=device)
+    return Beams(codes, scores, nodes, torch.zeros(width, dtype=torch.int32, device=device))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--items", type=int, default=10_000_000)
+    parser.add_argument("--exclude", type=int, default=1000)
+    parser.add_argument("--requests", type=int, default=4)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--codebook", type=int, default=8192)
+    parser.add_argument("--levels", type=int, default=3)
+    parser.add_argument("--catalog", type=Path, help="where the catalogue is kept between runs")
+    parser.add_argument("--commit")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    served, count = make_served(arguments, device)
+    index, masks = served.eligibility, served.masks
+    assert index is not None
+    assert masks is not None
+    chance = np.random.default_rng(1)
+    R, W = arguments.requests, arguments.width
+    excluded = [chance.choice(count, arguments.exclude, replace=False).tolist() for _ in range(3 * R + 1)]
+    index.compile(exclude_item_ids=excluded[-1])  # what all requests share is made once
+    compiles = time_host([lambda e=e: index.compile(exclude_item_ids=e) for e in excluded[:-1]])  # type: ignore[misc]
+    eligible = [
+        served.compile(Request(prompt_token_ids=[1], exclude_item_ids=ids)) for ids in excluded[: R + 4]
+    ]
+    assert all(e is not None for e in eligible)
+    spare = [masks.acquire(e) for e in eligible[R:] if e is not None]
+    for row in spare:
+        masks.release(row)
+    rows: list[int] = []
+    acquires = time_host([lambda e=e: rows.append(masks.acquire(e)) for e in eligible[:R] if e is not None])  # type: ignore[misc]
+    selects = []
+    with torch.inference_mode():
+        for level in range(arguments.levels):
+            beams = [start_beams(served, level, W, device, r) for r in range(R)]
+            logits = torch.randn(sum(b.width for b in beams), arguments.codebook, device=device)
+            times = []
+            for option in ({}, {"allowed": masks.level(level), "allowed_rows": rows}):
+                run = partial(served.search.step, level, logits, beams, [W] * R, **option)
+                if device.type == "cuda":
+                    times.append(statistics.median(time_events(run, samples=30, per_sample=4)) / 1000)
+                else:
+                    times.append(statistics.median(time_host([run] * 10)))
+            selects.append((times[1] - times[0]) / R)
+            print(f"level {level}: selection {times[0]:.3f} ms, under masks {times[1]:.3f} ms")
+    parts = {"compile": statistics.median(compiles), "acquire": statistics.median(acquires)}
+    parts["select"] = statistics.mean(selects)
+    per_step = (parts["compile"] + parts["acquire"]) / arguments.levels + parts["select"]
+    case = {"items": arguments.items, "exclude": arguments.exclude, "R": R, "W": W, "O": arguments.levels}
+    for metric, value in {**parts, "per_step": per_step}.items():
+        print(
+            f"{metric}: {value:.3f} ms per request"
+            + (" and step" if metric in ("select", "per_step") else "")
+        )
+        append_result(
+            "filters", arm="onela", case=case, metric=metric, unit="ms", value=value, out=arguments.out,
+            commit=arguments.commit,
+        )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
