@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -347,6 +348,13 @@ class ItemCatalog:
     def find_many(self, item_ids: Sequence[int | str]) -> np.ndarray:
         """The items of many ids, [M] int64; -1 where there is none. No Python per id but for hash collisions."""
         keys, column = self._parts.id_keys, self._parts.columns.ids
+        if column.kind == "int" and set(map(type, item_ids)) == {int}:
+            with contextlib.suppress(
+                OverflowError
+            ):  # one beyond 64 bits: found below to be none of the catalogue's
+                numbers = np.array(item_ids, dtype=np.int64)
+                place = _find_sorted(keys, numbers)
+                return np.where(keys[place] == numbers, self._parts.id_rows[place], -1).astype(np.int64)
         result = np.full(len(item_ids), -1, dtype=np.int64)
         kind = str if column.kind == "str" else int
         known = np.flatnonzero([isinstance(i, kind) and not isinstance(i, bool) for i in item_ids])
@@ -359,7 +367,7 @@ class ItemCatalog:
         asked: list[Any] = [item_ids[k] for k in known.tolist()]
         wanted = IdColumn(id_column(asked))
         wanted_keys = wanted.keys()
-        place = np.minimum(np.searchsorted(keys, wanted_keys), len(keys) - 1)
+        place = _find_sorted(keys, wanted_keys)
         items = self._parts.id_rows[place].astype(np.int64)
         hit = keys[place] == wanted_keys
         if isinstance(wanted.values, StringColumn) and isinstance(column.values, StringColumn):
@@ -396,3 +404,14 @@ class ItemCatalog:
         if not 0 <= item < self.num_items:
             raise CatalogError(f"item: {item} is out of range 0..{self.num_items - 1}")
         return item
+
+
+def _find_sorted(keys: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """The first place of each wanted number among sorted ones, or of what stands in its stead; [M] integers.
+
+    They are looked up in order: neighbours then read the same parts of a table of millions.
+    """
+    order = np.argsort(wanted)
+    place = np.empty(len(wanted), dtype=np.int64)
+    place[order] = np.searchsorted(keys, wanted[order])
+    return np.minimum(place, len(keys) - 1)

@@ -138,10 +138,11 @@ class EligibilityIndex:
         item_ids = list(item_ids)
         kind = self.catalog.id_kind
         expected = str if kind == "str" else int
-        for item_id in item_ids:
-            if not isinstance(item_id, expected) or isinstance(item_id, bool):
-                names = {"str": "strings", "int": "integers"}
-                raise RequestError(field, f"the catalogue's ids are {names[kind]}", value=item_id)
+        if not set(map(type, item_ids)) <= {expected}:
+            for item_id in item_ids:
+                if not isinstance(item_id, expected) or isinstance(item_id, bool):
+                    names = {"str": "strings", "int": "integers"}
+                    raise RequestError(field, f"the catalogue's ids are {names[kind]}", value=item_id)
         items = self.catalog.find_many(item_ids)
         return np.unique(items[items >= 0])
 
