@@ -34,7 +34,7 @@ from onela.serve.failures import error_response
 from onela.serve.merge import merge_metrics
 from onela.serve.metrics import CONTENT_TYPE
 from onela.serve.middleware import ADMIN_PREFIX
-from onela.serve.run import spare_the_loaded
+from onela.serve.run import share_the_interpreter, spare_the_loaded
 
 logger = logging.getLogger(__name__)
 ROUTER = "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
@@ -104,6 +104,7 @@ class Replica:
         self.server = self.app.state.server
         self.server.engine.start()
         spare_the_loaded()
+        share_the_interpreter()
 
     def check_health(self) -> None:
         """Ray replaces a replica for which this raises."""
