@@ -120,6 +120,30 @@ def test_one_graph_serves_changing_prompts_widths_and_catalogues(
     assert graphs.failure is None
 
 
+def test_graphs_are_made_anew_when_a_pool_has_grown_and_live_through_a_switch(model: Any) -> None:
+    """Old pointers would read freed memory; the old catalogue's items would be illegal."""
+    engine = engine_of(moved(model, torch.float32))
+    cpu = [engine_of(model, catalog) for catalog in (0, 1)]
+    params = BeamParams(beam_width_array=(9, 20, 30))
+    first = [Request(prompt_token_ids=random_prompt(11), params=params)]
+    check(engine.generate(first), cpu[0].generate(first), 2e-3)
+    graphs = engine.runner.graphs
+    assert graphs is not None
+    captures = graphs.num_captures
+    # Longer prompts, more of them, more beams: every pool is replaced.
+    more = [Request(prompt_token_ids=random_prompt(700 + i, seed=i), params=params) for i in range(9)]
+    check(engine.generate(more), cpu[0].generate(more), 2e-3)
+    check(engine.generate(first), cpu[0].generate(first), 2e-3)
+    assert graphs.num_captures > captures
+    captures = graphs.num_captures
+    engine.catalogs.load(CATALOGS[1])
+    engine.catalogs.switch()
+    check(engine.generate(first), cpu[1].generate(first), 2e-3)
+    check(engine.generate(more), cpu[1].generate(more), 2e-3)
+    assert graphs.failure is None
+    assert graphs.num_captures == captures
+
+
 def test_what_cannot_be_captured_runs_without_graphs(model: Any) -> None:
     """Head sizes without a kernel go to the references, which wait for the device."""
     shape = TINY | {"linear_value_head_dim": 24}

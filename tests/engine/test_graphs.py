@@ -96,6 +96,33 @@ def test_a_graph_serves_changing_prompts_widths_and_catalogues(path: Path) -> No
     assert graphs.failure is None
 
 
+def test_a_graph_outlives_a_switch_of_the_catalogue(path: Path) -> None:
+    """Requests of both versions in one replay, then of the new one alone: each gets its own catalogue's items."""
+    plain = [tiny_engine(path, VOCABULARY, catalog) for catalog in CATALOGS]
+    engine = tiny_engine(path, VOCABULARY, CATALOGS[0])
+    graphs = with_graphs(engine)
+    asked = requests(0, [(6, 9, 9), (5, 9, 9)])
+    early = engine.submit(asked[0])
+    engine.catalogs.load(CATALOGS[1])
+    engine.catalogs.switch()
+    late = engine.submit(asked[1])
+    while early.outcome is None or late.outcome is None:
+        engine.step()
+    seen: set[tuple[int, ...]] = set()
+    for request, given, version in zip(asked, (early, late), plain):
+        [wanted] = version.generate([request])
+        assert [item.sid for item in given.outcome.items] == [item.sid for item in wanted.items]
+    assert graphs.num_captures == 2
+    for seed in range(1, 6):
+        asked = requests(seed, [(6, 9, 9), (5, 9, 9)])
+        for given, wanted in zip(engine.generate(asked), plain[1].generate(asked)):
+            assert [item.sid for item in given.items] == [item.sid for item in wanted.items]
+            seen |= {item.sid for item in given.items}
+    # A replay that kept anything of its first batch would find the same few items again and again.
+    assert len(seen) > 3 * 18
+    assert graphs.num_captures == 2
+
+
 def test_graphs_are_made_anew_when_a_pool_has_grown(path: Path) -> None:
     engine = tiny_engine(path, VOCABULARY, CATALOGS[0])
     graphs = with_graphs(engine)
