@@ -26,6 +26,7 @@ LABELS = {
     "replay_ssm_shared": "ReplaySSM, shared checkpoint",
     "transformers": "transformers.generate",
 }
+CROSSOVER_ARMS = ("full_state_copy", "full_state_read_parent", "replay_ssm", "replay_ssm_shared", "replay")
 COLOURS = {
     "replay": "#0b6e4f",
     "full_state_copy": "#c1440e",
@@ -76,6 +77,56 @@ def draw_decode(axes: Any, rows: list[dict[str, Any]]) -> None:
     axes.grid(True, axis="y", alpha=0.3)
 
 
+def draw_step_times(axes: Any, rows: list[dict[str, Any]], what: str, title: str) -> None:
+    """Microseconds of a decode step by the ancestors of a beam; full states are as fast at every depth."""
+    chosen = [row for row in rows if row["bench"] == "crossover" and row["metric"] == "time"]
+    chosen = [
+        row
+        for row in chosen
+        if row["case"]["what"] == what and (row["case"]["R"], row["case"]["W"]) == (4, 256)
+    ]
+    for arm in CROSSOVER_ARMS:
+        for kind, style in (("random", "-"), ("chain", ":")):
+            points = sorted(
+                (row["case"]["t"], row["value"])
+                for row in chosen
+                if row["arm"] == arm and row["case"]["tree"] == kind and row["case"]["t"]
+            )
+            if points:
+                name = LABELS[arm] + (", no shared ancestors" if kind == "chain" else "")
+                axes.plot(*zip(*points), style, marker=".", label=name, color=COLOURS[arm])
+    axes.set(xscale="log", yscale="log", xlabel="ancestors of a beam", ylabel="us", title=title)
+    axes.minorticks_off()
+    axes.grid(True, which="major", alpha=0.3)
+
+
+def draw_state_by_length(axes: Any) -> None:
+    """State that a beam holds in one layer, by the tokens of a SID."""
+    layers = [GatedDeltaGeometry(16, 16, 128, 128)]
+    lengths = [2, 3, 5, 8, 16, 32, 64, 128, 256, 512]
+    for arm in CROSSOVER_ARMS:
+        lines = [
+            next(line for line in own_capacity(layers, Workload(4, 256, length - 1)) if line.arm == arm)
+            for length in lengths
+        ]
+        axes.plot(
+            lengths,
+            [line.persistent / 2**30 for line in lines],
+            marker=".",
+            label=LABELS[arm],
+            color=COLOURS[arm],
+        )
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="tokens of a SID",
+        ylabel="GiB",
+        title="State of a layer, 4 x 256 beams",
+    )
+    axes.minorticks_off()
+    axes.grid(True, which="major", alpha=0.3)
+
+
 def log_axes(axes: Any, ticks: list[int], unit: str, title: str) -> None:
     """Logarithmic axes whose ticks are plain numbers."""
     axes.set(xscale="log", yscale="log", xlabel="beams", ylabel=unit, title=title)
@@ -89,15 +140,25 @@ def main() -> None:
     plt.rcParams.update(
         {"svg.hashsalt": "onela", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
     )
-    figure, panels = plt.subplots(1, 3, figsize=(12, 3.4), layout="constrained")
     rows = read_results()
+    FIGURES.mkdir(parents=True, exist_ok=True)
+    figure, panels = plt.subplots(1, 3, figsize=(12, 3.4), layout="constrained")
     draw_memory(panels[0])
     draw_time(panels[1], rows)
     draw_decode(panels[2], rows)
-    handles, labels = panels[1].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
-    FIGURES.mkdir(parents=True, exist_ok=True)
-    figure.savefig(FIGURES / "overview.svg", metadata={"Date": None})
+    save(figure, panels[1], "overview")
+    figure, panels = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
+    draw_step_times(panels[0], rows, "operator", "Recurrence and reordering, one layer")
+    draw_step_times(panels[1], rows, "model", "Decode step, whole model")
+    draw_state_by_length(panels[2])
+    save(figure, panels[0], "crossover")
+
+
+def save(figure: Any, legend: Any, name: str) -> None:
+    """Write a figure with the labels of one panel below it."""
+    handles, labels = legend.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), frameon=False)
+    figure.savefig(FIGURES / f"{name}.svg", metadata={"Date": None})
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -12,6 +13,8 @@ from torch import Tensor
 from onela.errors import DtypeError, ShapeError, UnavailableError
 from onela.ops._checks import check_float, check_groups, check_index, check_shape
 from onela.ops.gated_delta._replay_hopper_kernel import gated_delta_replay_hopper_kernel
+
+logger = logging.getLogger(__name__)
 
 MAX_DEPTH = 8
 MAX_REQUESTS = 1024
@@ -55,13 +58,22 @@ def supports_hopper(
     if not (q.is_cuda and _is_hopper(q.device)):
         return False
     sizes = q.shape[-1] in HEAD_SIZES_K and v.shape[-1] % 128 == 0
-    sizes = sizes and ancestors.shape[1] <= MAX_DEPTH and prompts.shape[0] <= MAX_REQUESTS
+    sizes = sizes and prompts.shape[0] <= MAX_REQUESTS
+    if sizes and ancestors.shape[1] > MAX_DEPTH:
+        _say_portable()
+        return False
     dtypes = recurrent_state.dim() == 5 and recurrent_state.dtype == records_k.dtype == bf16
     dtypes = dtypes and g.dtype == beta.dtype == records_g.dtype == fp32
     dtypes = dtypes and records_delta.dtype in (bf16, fp32) and (out_dtype or v.dtype) in (bf16, fp32)
     dtypes = dtypes and all(x.dtype == bf16 for x in (q, k, v) if x is not None)
     rows = all(rows_readable(x) for x in (q, k, v) if x is not None)
     return bool(sizes and dtypes and rows and g.stride(-1) == beta.stride(-1) == 1)
+
+
+@lru_cache(maxsize=1)
+def _say_portable() -> None:
+    """Said once: the times of long SIDs are those of another kernel."""
+    logger.info("more than %d ancestors: replayed by the portable kernel, not by Hopper's", MAX_DEPTH)
 
 
 def replay_step_hopper(
