@@ -10,6 +10,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+MAX_TILE = tl.constexpr(16)
+"""Ancestors of a row that are held in registers; a deeper tree's are read one after the other."""
+
 
 @triton.jit
 def load_state(
@@ -109,6 +112,8 @@ def replay_tile(
     b_high,
     b_low,
     b_ancestors,
+    p_row_ancestors,
+    m_live,
     depth,
     p_records_g,
     p_records_delta,
@@ -135,7 +140,17 @@ def replay_tile(
     b_q_scale = scale * tl.rsqrt(tl.sum(b_q * b_q, 1) + 1e-6)
     b_k_scale = tl.rsqrt(tl.sum(b_k * b_k, 1) + 1e-6)
     b_qk = tl.sum(b_q * b_k, 1) * b_q_scale * b_k_scale
-    if MAX_DEPTH > 0:
+    if MAX_DEPTH > 0 and DEPTH_TILE > MAX_TILE:
+        # So many slots would not stay in registers: one after the other, each asked for a record early.
+        i_slot = tl.load(p_row_ancestors, mask=m_live & (depth > 0), other=-1)
+        for j in tl.range(0, depth, num_stages=STAGES):
+            i_after = tl.load(p_row_ancestors + j + 1, mask=m_live & (j + 1 < depth), other=-1)
+            b_uq, b_uk = apply_record(
+                i_slot, b_q, b_k, b_uq, b_uk, p_records_g, p_records_delta, p_records_k,
+                i_h, i_hv, o_k, o_v, H, HV, K, V,
+            )  # fmt: skip
+            i_slot = i_after
+    elif MAX_DEPTH > 0:
         o_d = tl.arange(0, DEPTH_TILE)
         for j in tl.range(0, depth, num_stages=STAGES):
             i_slot = tl.max(tl.where((o_d == j)[None, :], b_ancestors, -1), 1)
@@ -266,13 +281,13 @@ def prefetch_rows(p_row, m_row, WIDTH: tl.constexpr):
 def load_ancestors(
     p_ancestors, i_rows, m_live, depth, s_ancestors, DEPTH_TILE: tl.constexpr, MAX_DEPTH: tl.constexpr
 ):
-    """Slots of every row's ancestors, oldest first, PAD behind the depth: [BLOCK_W, DEPTH_TILE]."""
-    if MAX_DEPTH > 0:
+    """Slots of every row's ancestors, oldest first, PAD behind the depth: [BLOCK_W, DEPTH_TILE]; unless too many."""
+    if MAX_DEPTH > 0 and DEPTH_TILE <= MAX_TILE:
         o_d = tl.arange(0, DEPTH_TILE)
         p_rows = p_ancestors + (i_rows * s_ancestors)[:, None] + o_d[None, :]
         return tl.load(p_rows, mask=m_live[:, None] & (o_d < depth)[None, :], other=-1)
     else:
-        return tl.full([i_rows.shape[0], DEPTH_TILE], -1, tl.int32)
+        return tl.full([i_rows.shape[0], 2], -1, tl.int32)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_requests", "num_splits", "s_ancestors"])
@@ -401,13 +416,14 @@ def gated_delta_replay_kernel(
             else:
                 prefetch_rows(p_next_k, m_next_k, K)
         b_uq, b_uk, b_q_scale, b_k_scale, b_qk = replay_tile(
-            b_x, b_high, b_low, b_ancestors, depth, p_records_g, p_records_delta, p_records_k,
-            i_h, i_hv, o_k, o_v, scale, H, HV, K, V, MAX_DEPTH, DEPTH_TILE, STAGES, UPCAST,
+            b_x, b_high, b_low, b_ancestors, p_ancestors + i_rows * s_ancestors, m_live, depth,
+            p_records_g, p_records_delta, p_records_k, i_h, i_hv, o_k, o_v, scale,
+            H, HV, K, V, MAX_DEPTH, DEPTH_TILE, STAGES, UPCAST,
         )  # fmt: skip
         if MAX_DEPTH > 0:
             # Not before the records, whose loop needs the registers.
             b_v = load_rows(p_v, i_rows, m_rows, i_hv, o_v, s_v_n, s_v_h)
-            if PREFETCH:
+            if PREFETCH and DEPTH_TILE <= MAX_TILE:
                 i_above = b_next.to(tl.int64)
                 p_above = p_records_delta + (i_above * HV + i_hv) * V + i_v * BLOCK_V
                 prefetch_rows(p_records_k + (i_above * H + i_h) * K, i_above >= 0, K)

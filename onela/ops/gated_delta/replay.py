@@ -9,7 +9,7 @@ from torch import Tensor
 from onela.errors import DtypeError, ShapeError
 from onela.ops.gated_delta._checks import check_records, check_rows, check_state, check_step
 from onela.ops.gated_delta._launch import INTERPRETED, ReplayConfig, choose_splits, has_wgmma
-from onela.ops.gated_delta._replay_kernel import gated_delta_replay_kernel
+from onela.ops.gated_delta._replay_kernel import MAX_TILE, gated_delta_replay_kernel
 
 
 def replay_step_triton(
@@ -119,7 +119,8 @@ def launch_replay(
         programs_per_sm=config.programs_per_sm,
         device=q.device,
     )
-    depth_tile = max(2, triton.next_power_of_2(depth))
+    # Beyond the largest tile the depth is a loop bound and no more: one compile serves every deeper tree.
+    depth_tile = max(2, triton.next_power_of_2(min(depth, MAX_TILE.value + 1)))
     # Programs of few tiles lose more by asking early than they gain.
     prefetch = config.prefetch and not (chosen and 4 * num_splits * config.block_w * max(B, 1) > N)
     gate, norm_weight, norm_eps = norm or (o, o, 0.0)

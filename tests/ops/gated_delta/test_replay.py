@@ -136,6 +136,17 @@ def test_padding_rows_and_rows_behind_the_last_request(tree, device):
     assert (o[0] != 0).any()
 
 
+@pytest.mark.parametrize("block_w", [16, 32])
+def test_trees_deeper_than_a_tile(block_w, device):
+    """Requests of 40, 1 and 17 ancestors side by side: slots are read one after the other."""
+    tree = grow_tree([[3, 5] * 20 + [19], [2, 4], [6] * 18], seed=3)
+    config = ReplayConfig(block_w=block_w, block_v=32)
+    sizes = Sizes(H=1, HV=2, K=32, V=32)
+    compare(
+        tree, [40, 1, 17], PROMPTS, sizes, device, config=config, index_options={"pad_every": 5, "tail": 3}
+    )
+
+
 def test_all_padding(tree, device):
     o = compare(tree, [2, None, None], [PAD, PAD, PAD], Sizes(), device)
     assert o.shape[0] == 33
