@@ -12,6 +12,8 @@ PAIRS = [
     ("onela.ops.gated_delta", "full_state_step"),
     ("onela.ops.gated_delta", "replay_ssm_step"),
     ("onela.ops.gated_delta", "gated_delta_layer_step"),
+    ("onela.ops.gated_delta", "gated_delta_layer_prefill"),
+    ("onela.ops.attention", "prefill_attention"),
     ("onela.ops.attention", "beam_attention"),
     ("onela.ops.beam_select", "beam_select"),
     ("onela.ops.short_conv", "short_conv_step"),

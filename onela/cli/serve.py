@@ -41,6 +41,12 @@ def serve(
     max_waiting: Annotated[int | None, typer.Option(help="Most requests that may wait.")] = None,
     max_batch_tokens: Annotated[int | None, typer.Option(help="Most prompt tokens in one step.")] = None,
     max_batch_rows: Annotated[int | None, typer.Option(help="Most beams in one step.")] = None,
+    warm_up_tokens: Annotated[
+        int | None, typer.Option(help="Prompt tokens up to which prefill is captured before /ready.")
+    ] = None,
+    warm_up_requests: Annotated[
+        int | None, typer.Option(help="Requests up to which decode steps are captured before /ready.")
+    ] = None,
     prompt_cache_bytes: Annotated[
         int | None, typer.Option(help="Device memory of the prompt cache; 0: none.")
     ] = None,
@@ -80,6 +86,8 @@ def serve(
             "max_waiting": max_waiting,
             "max_batch_tokens": max_batch_tokens,
             "max_batch_rows": max_batch_rows,
+            "warm_up_tokens": warm_up_tokens,
+            "warm_up_requests": warm_up_requests,
             "prompt_cache_bytes": prompt_cache_bytes,
             "prompt_cache_host_bytes": prompt_cache_host_bytes,
         }

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -68,6 +71,11 @@ class ActiveRequest:
     chosen_at: list[float] = field(default_factory=list)
     observer: Callable[[ActiveRequest], None] | None = None
     outcome: Result | OneLAError | None = None
+
+    @cached_property
+    def token_array(self) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """The prompt's tokens as numbers that lie side by side: lists of thousands are slow to copy."""
+        return np.asarray(self.prompt_token_ids, dtype=np.int32)
 
     @property
     def level(self) -> int:

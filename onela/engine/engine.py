@@ -26,6 +26,7 @@ from onela.engine.runner import Runner
 from onela.engine.scheduler import Batch, Scheduler
 from onela.engine.served import ServedCatalog
 from onela.engine.tokenizer import load_tokenizer
+from onela.engine.warm_up import warm_up
 from onela.errors import (
     CancelledError,
     ConfigError,
@@ -147,6 +148,8 @@ class Engine:
         # What every request begins with; nobody writes into it.
         self._root_beams, self._root_tree = Beams.root(self.device), BeamTree.root(1, self.device)
         self._generating = threading.RLock()
+        if self.config.warm_up_tokens or self.config.warm_up_requests:
+            warm_up(self.runner, self.config, vocabulary.num_levels)
 
     @property
     def served(self) -> ServedCatalog:
@@ -321,6 +324,7 @@ class Engine:
             active.outcome = empty_result(active)
         elif self.cache is not None:
             self.cache.prepare(active)
+        _ = active.token_array  # made here, where no step waits for it
         return active
 
     def _preallocate(self) -> None:

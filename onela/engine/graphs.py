@@ -1,32 +1,41 @@
-"""Decode forwards as CUDA graphs: captured once per padded shape, replayed for whatever fits into it."""
+"""Forwards as CUDA graphs: captured once per padded shape, replayed for whatever fits into it."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import warnings
+from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from onela.engine.active import ActiveRequest
 from onela.engine.packing import StepBuffers, StepShape
-from onela.state import StepInputs
+from onela.engine.prefill_packing import PrefillBuffers, exact_shape, padded_prefill_shape
+from onela.engine.scheduler import PrefillChunk
+from onela.ops.prefill_tables import PrefillShape
+from onela.state import PrefillInputs, PromptPool, StepInputs
 
 logger = logging.getLogger(__name__)
 
 MAX_GRAPHS = 128
-"""Graphs kept at a time; the one that was not used for the longest time goes first."""
+"""Decode graphs kept at a time; the one that was not used for the longest time goes first."""
+MAX_PREFILL_GRAPHS = 256
+"""Prefill graphs kept at a time."""
 EXACT_DEPTH = 8
 """Up to this depth a graph is made for every depth; beyond, for every eighth."""
 
+Shape = TypeVar("Shape", bound=Hashable)
+Buffers = TypeVar("Buffers")
+
 
 @dataclass(frozen=True)
-class DecodeGraph:
+class ForwardGraph(Generic[Buffers]):
     """One captured forward.
 
     Attributes:
@@ -34,39 +43,48 @@ class DecodeGraph:
         graph: the `torch.cuda.CUDAGraph`.
     """
 
-    buffers: StepBuffers
+    buffers: Buffers
     hidden: Tensor
     graph: Any
 
 
-class DecodeGraphs:
-    """The graphs of one model over one state.
+class ForwardGraphs(ABC, Generic[Shape, Buffers]):
+    """The graphs of one kind of forward of one model over one state.
 
-    A graph holds pointers and a shape, and nothing of a request: prompts, their lengths, slots and beams are read from
-    buffers that `run` fills. It is thrown away when a pool has been replaced by a larger one.
+    A graph holds pointers and a shape, and nothing of a request: what a request brings is read from buffers that are
+    filled before each replay. It is thrown away when a pool has been replaced by a larger one.
 
     Args:
-        forward: what is captured: a decode forward, [N, hidden_size].
         generation: changes whenever a pointer that the forward uses has changed.
         device: a CUDA device.
     """
 
-    def __init__(
-        self, forward: Callable[[StepInputs], Tensor], generation: Callable[[], object], device: torch.device
-    ) -> None:
-        self.forward = forward
+    kind: str
+
+    def __init__(self, generation: Callable[[], object], device: torch.device) -> None:
         self.generation = generation
         self.device = device
         self.failure: Exception | None = None
         self.num_captures = 0
-        self._graphs: OrderedDict[StepShape, DecodeGraph] = OrderedDict()
+        self._graphs: OrderedDict[Shape, ForwardGraph[Buffers]] = OrderedDict()
         self._made_for: object = None
         self._pool: Any = None
 
-    def run(
-        self, requests: Sequence[ActiveRequest], token_table: Tensor, level_starts: Sequence[int]
-    ) -> Tensor | None:
-        """The hidden rows [N, hidden_size] of a step of these requests, which the next run overwrites.
+    @property
+    @abstractmethod
+    def max_graphs(self) -> int:
+        """The most graphs that are kept."""
+
+    @abstractmethod
+    def make_buffers(self, shape: Shape) -> Buffers:
+        """Buffers of a shape with nothing but padding in them."""
+
+    @abstractmethod
+    def forward_over(self, buffers: Buffers) -> Callable[[], Tensor]:
+        """The forward that reads these buffers: what is captured."""
+
+    def find(self, shape: Shape) -> ForwardGraph[Buffers] | None:
+        """The graph of a padded shape, captured now if there is none yet.
 
         None when the forward cannot be captured; then the caller runs it itself, now and later.
         """
@@ -75,22 +93,19 @@ class DecodeGraphs:
         if self._made_for != (now := self.generation()):
             self._drop(len(self._graphs))
             self._made_for = now
-        shape = padded_shape(StepShape.of(requests))
         found = self._graphs.get(shape)
         if found is None:
             try:
                 found = self._capture(shape)
             except Exception as error:  # whatever forbids it, the step itself must go on
-                logger.warning("decode runs without CUDA graphs: %s: %s", type(error).__name__, error)
+                logger.warning("%s runs without CUDA graphs: %s: %s", self.kind, type(error).__name__, error)
                 self.failure = error
                 self._drop(len(self._graphs))
                 return None
-            self._drop(len(self._graphs) + 1 - MAX_GRAPHS)
+            self._drop(len(self._graphs) + 1 - self.max_graphs)
             self._graphs[shape] = found
         self._graphs.move_to_end(shape)
-        found.buffers.fill(requests, token_table, level_starts)
-        found.graph.replay()
-        return found.hidden[: sum(request.beams.width for request in requests)]
+        return found
 
     def _drop(self, count: int) -> None:
         """Throw away the graphs that were not used for the longest time."""
@@ -105,26 +120,104 @@ class DecodeGraphs:
             # Memory that no graph holds any more goes back; its handle is then worthless.
             self._pool = None
 
-    def _capture(self, shape: StepShape) -> DecodeGraph:
-        """Record the forward of a shape. All rows are padding meanwhile, so that no beam's state is touched."""
-        buffers = StepBuffers(shape, self.device)
-        inputs = buffers.inputs()
+    def _capture(self, shape: Shape) -> ForwardGraph[Buffers]:
+        """Record the forward of a shape. All rows are padding meanwhile, so that no state is touched."""
+        buffers = self.make_buffers(shape)
+        forward = self.forward_over(buffers)
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             # Compiles the kernels and makes the libraries' workspaces, neither of which can be captured.
-            self.forward(inputs)
+            forward()
             # A capture that fails half-way leaves torch's random numbers unusable: what would fail it is found here.
             with waiting_is_an_error():
-                self.forward(inputs)
+                forward()
         stream.synchronize()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-            hidden = self.forward(inputs)
+            hidden = forward()
         self.num_captures += 1
-        return DecodeGraph(buffers, hidden, graph)
+        return ForwardGraph(buffers, hidden, graph)
+
+
+class DecodeGraphs(ForwardGraphs[StepShape, StepBuffers]):
+    """Decode forwards.
+
+    Args:
+        forward: a decode forward, [N, hidden_size].
+        generation, device: as in `ForwardGraphs`.
+    """
+
+    kind = "decode"
+
+    def __init__(
+        self, forward: Callable[[StepInputs], Tensor], generation: Callable[[], object], device: torch.device
+    ) -> None:
+        super().__init__(generation, device)
+        self.forward = forward
+
+    @property
+    def max_graphs(self) -> int:
+        return MAX_GRAPHS
+
+    def make_buffers(self, shape: StepShape) -> StepBuffers:
+        return StepBuffers(shape, self.device)
+
+    def forward_over(self, buffers: StepBuffers) -> Callable[[], Tensor]:
+        inputs = buffers.inputs()
+        return lambda: self.forward(inputs)
+
+    def run(
+        self, requests: Sequence[ActiveRequest], token_table: Tensor, level_starts: Sequence[int]
+    ) -> Tensor | None:
+        """The hidden rows [N, hidden_size] of a step, which the next run overwrites; None: see `find`."""
+        found = self.find(padded_shape(StepShape.of(requests)))
+        if found is None:
+            return None
+        found.buffers.fill(requests, token_table, level_starts)
+        found.graph.replay()
+        return found.hidden[: sum(request.beams.width for request in requests)]
+
+
+class PrefillGraphs(ForwardGraphs[PrefillShape, PrefillBuffers]):
+    """Prefill forwards.
+
+    Args:
+        forward: a prefill forward that answers for each prompt's last row, [B, hidden_size].
+        prompts: the pool whose states and pages it writes.
+        device: as in `ForwardGraphs`.
+    """
+
+    kind = "prefill"
+
+    def __init__(
+        self, forward: Callable[[PrefillInputs], Tensor], prompts: PromptPool, device: torch.device
+    ) -> None:
+        super().__init__(lambda: (prompts.prompt_tensors.generation, prompts.page_tensors.generation), device)
+        self.forward = forward
+        self.prompts = prompts
+
+    @property
+    def max_graphs(self) -> int:
+        return MAX_PREFILL_GRAPHS
+
+    def make_buffers(self, shape: PrefillShape) -> PrefillBuffers:
+        return PrefillBuffers(shape, self.prompts, self.device)
+
+    def forward_over(self, buffers: PrefillBuffers) -> Callable[[], Tensor]:
+        inputs = buffers.inputs()
+        return lambda: self.forward(inputs)
+
+    def run(self, chunks: Sequence[PrefillChunk]) -> Tensor | None:
+        """The last hidden row of each chunk [B, hidden_size], which the next run overwrites; None: see `find`."""
+        found = self.find(padded_prefill_shape(exact_shape(chunks)))
+        if found is None:
+            return None
+        found.buffers.fill(chunks)
+        found.graph.replay()
+        return found.hidden[: len(chunks)]
 
 
 @contextlib.contextmanager

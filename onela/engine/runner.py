@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from onela.engine.active import ActiveRequest
-from onela.engine.graphs import DecodeGraphs
+from onela.engine.graphs import DecodeGraphs, PrefillGraphs
 from onela.engine.packing import StepBuffers, StepShape
+from onela.engine.prefill_packing import eager_inputs
 from onela.engine.scheduler import PrefillChunk
 from onela.models import CausalLM
-from onela.ops.indexing import device_tensor
 from onela.state import DecodeState, PrefillInputs, StepInputs
 
 
@@ -23,7 +23,7 @@ class Runner:
     Args:
         model: the decoder. state: what it reads and writes.
         level_token_ids: [codebook_size] int64 of each level, tokens in code order.
-        cuda_graphs: run decode forwards as CUDA graphs, on a GPU.
+        cuda_graphs: run forwards as CUDA graphs, on a GPU; prefill forwards of 16-bit models alone.
     """
 
     def __init__(
@@ -41,29 +41,33 @@ class Runner:
         self.token_table = torch.cat(list(level_token_ids)).to(self.device, torch.int32)
         self.level_starts = list(accumulate((len(ids) for ids in level_token_ids), initial=0))
         self.graphs: DecodeGraphs | None = None
+        self.prefill_graphs: PrefillGraphs | None = None
         if cuda_graphs and self.device.type == "cuda":
             self.graphs = DecodeGraphs(self.forward, lambda: state.generation, self.device)
+            # Wider rows are for comparisons: they go through the references, which read lengths on the host.
+            if model.lm_head.weight.dtype.itemsize == 2:
+                self.prefill_graphs = PrefillGraphs(self.prefill_forward, state.prompts, self.device)
 
     def prefill(self, chunks: Sequence[PrefillChunk]) -> list[Tensor]:
-        """Run pieces of prompts. Returns the last hidden row [1, D] of each prompt that is complete now."""
+        """Run pieces of prompts.
+
+        Returns:
+            The last hidden row [1, D] of each prompt that is complete now. The next call may overwrite them.
+        """
         if not chunks:
             return []
         prompts = self.state.prompts
-        tokens = [token for c in chunks for token in c.request.prompt_token_ids[c.start : c.end]]
-        positions = [place for c in chunks for place in range(c.start, c.end)]
-        bounds = list(accumulate((c.end - c.start for c in chunks), initial=0))
-        inputs = PrefillInputs(
-            token_ids=device_tensor(tokens, torch.int64, self.device),
-            positions=device_tensor(positions, torch.int64, self.device),
-            cu_seqlens=torch.tensor(bounds, dtype=torch.int32),
-            prompts=torch.tensor([_place(c.request) for c in chunks], dtype=torch.int32),
-            cached_lens=torch.tensor([c.start for c in chunks], dtype=torch.int32),
-        )
-        hidden = self.model.prefill(inputs, self.state)
+        hidden = None if self.prefill_graphs is None else self.prefill_graphs.run(chunks)
+        if hidden is None:
+            hidden = self.prefill_forward(eager_inputs(chunks, prompts, self.device))
         for chunk in chunks:
             assert chunk.request.prompt is not None
             prompts.extend(chunk.request.prompt, chunk.end - chunk.start)
-        return [hidden[end - 1 : end] for chunk, end in zip(chunks, bounds[1:]) if chunk.completes]
+        return [hidden[i : i + 1] for i, chunk in enumerate(chunks) if chunk.completes]
+
+    def prefill_forward(self, inputs: PrefillInputs) -> Tensor:
+        """New tokens of prompts through the whole model: the hidden row of each prompt's last one [B, hidden_size]."""
+        return self.model.prefill(inputs, self.state)
 
     def decode(self, requests: Sequence[ActiveRequest]) -> list[Tensor]:
         """Run the last chosen token of every beam.

@@ -38,11 +38,25 @@ class DecoderLayer(nn.Module):
         return mixer
 
     def prefill(
-        self, h: Tensor, added: Tensor, rope: Rope, inputs: PrefillInputs, state: DecodeState
-    ) -> Tensor:
-        """As `decode`, for new tokens of prompts."""
-        x = self.mixer.prefill(self.input_layernorm(added, h), rope, inputs, state)
-        return self.mlp(self.post_attention_layernorm(x, h))
+        self,
+        h: Tensor,
+        added: Tensor,
+        rope: Rope,
+        inputs: PrefillInputs,
+        state: DecodeState,
+        rows: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """As `decode`, for new tokens of prompts.
+
+        Args:
+            rows: the tokens that are asked for; None: all.
+        Returns:
+            h of these tokens, and what the MLP adds to it.
+        """
+        x = self.mixer.prefill(self.input_layernorm(added, h), rope, inputs, state, rows)
+        if rows is not None:
+            h = h.index_select(0, rows)
+        return h, self.mlp(self.post_attention_layernorm(x, h))
 
     def decode(self, h: Tensor, added: Tensor, rope: Rope, inputs: StepInputs, state: DecodeState) -> Tensor:
         """Run the layer.
@@ -146,12 +160,15 @@ class CausalLM(nn.Module, ABC):
         """Run new tokens of several prompts and leave their state behind.
 
         Returns:
-            [T, hidden_size], after the final norm, for every new token.
+            [T, hidden_size], after the final norm, for every new token; with `last_rows`, [B, hidden_size] for those
+            alone, and the last layer runs for them what nobody else needs.
         """
         h, added = self._enter(inputs.token_ids)
         rope = self.rotary(inputs.positions)
-        for layer in self.model:
-            added = layer.prefill(h, added, rope, inputs, state)
+        last = len(self.model.layers) - 1
+        for i, layer in enumerate(self.model):
+            rows = inputs.last_rows if i == last else None
+            h, added = layer.prefill(h, added, rope, inputs, state, rows)
         return self.model.norm(added, h)
 
     def decode(self, inputs: StepInputs, state: DecodeState) -> Tensor:

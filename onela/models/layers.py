@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from onela.models.config import ModelConfig
 from onela.models.quantized import Float8Linear, Float8Weight, Weight, linear
 from onela.ops.attention import beam_attention, prefill_attention
-from onela.ops.gated_delta import gated_delta_gates, gated_delta_prefill
-from onela.ops.norm import gated_rms_norm, qk_norm_rotary, rms_norm, sigmoid_gate, swiglu
-from onela.ops.short_conv import short_conv_prefill
+from onela.ops.gated_delta import gated_delta_layer_prefill
+from onela.ops.norm import gated_rms_norm, qk_norm_rotary, rms_norm, rotary, sigmoid_gate, swiglu
 from onela.state import DecodeState, GatedDeltaWeights, PrefillInputs, StepInputs
 
 Rope = tuple[Tensor, Tensor]
@@ -63,12 +62,16 @@ class FusedLinear(nn.Module):
     fused: Weight | None = None
     fused_parts: tuple[nn.Linear, ...] = ()
 
-    def split_linear(self, x: Tensor, parts: list[nn.Linear]) -> list[Tensor]:
-        """Apply every part to x: [N, D] -> [N, size] each, slices of one result when fused."""
+    def split_linear(self, x: Tensor, parts: list[nn.Linear], *, first: int = 0) -> list[Tensor]:
+        """Apply parts to x: [N, D] -> [N, size] each, slices of one result when fused.
+
+        Args:
+            first: the row of the fused weight where these parts, which adjoin, begin.
+        """
         if self.fused is None:
             return [part(x) for part in parts]
         sizes = [part.out_features for part in parts]
-        return list(linear(x, self.fused).split(sizes, dim=-1))
+        return list(linear(x, self.fused[first : first + sum(sizes)]).split(sizes, dim=-1))
 
     def fuse_linear(self, parts: list[nn.Linear]) -> None:
         """Move the parts' weights into one tensor. Parts with a bias stay apart."""
@@ -136,8 +139,13 @@ class Attention(FusedLinear):
         self.q_norm = RMSNorm(D, config.rms_norm_eps, zero_centered=gated)
         self.k_norm = RMSNorm(D, config.rms_norm_eps, zero_centered=gated)
 
-    def prefill(self, x: Tensor, rope: Rope, inputs: PrefillInputs, state: DecodeState) -> Tensor:
-        q, k, v, gate = self._project(x, rope)
+    def prefill(
+        self, x: Tensor, rope: Rope, inputs: PrefillInputs, state: DecodeState, rows: Tensor | None = None
+    ) -> Tensor:
+        if rows is None:
+            q, k, v, gate = self._project(x, rope)
+        else:
+            q, k, v, gate = self._project_rows(x, rope, rows)
         k_cache, v_cache = state.prompts.cache(self.layer)
         o = prefill_attention(
             q,
@@ -149,6 +157,8 @@ class Attention(FusedLinear):
             cached_lens=inputs.cached_lens,
             cu_seqlens=inputs.cu_seqlens,
             prompts=inputs.prompts,
+            last_only=rows is not None,
+            tables=inputs.tables,
         )
         return self._finish(o, gate)
 
@@ -190,6 +200,23 @@ class Attention(FusedLinear):
             zero_centered=self.q_norm.zero_centered,
         )
         return q, k, v.reshape(T, self.num_kv_heads, self.head_dim), gate
+
+    def _project_rows(
+        self, x: Tensor, rope: Rope, rows: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """As `_project`, but only these rows have queries."""
+        T, B = x.shape[0], rows.shape[0]
+        D, (cos, sin) = self.head_dim, rope
+        q = self.split_linear(x.index_select(0, rows), [self.q_proj])[0]
+        k, v = self.split_linear(x, [self.k_proj, self.v_proj], first=self.q_proj.out_features)
+        gate = None
+        if self.gated:
+            q, gate = q.view(B, self.num_heads, 2 * D).chunk(2, dim=-1)
+        q = rotary(
+            self.q_norm(q.reshape(B, self.num_heads, D)), cos.index_select(0, rows), sin.index_select(0, rows)
+        )
+        k = self.k_norm(k.reshape(T, self.num_kv_heads, D))
+        return q, rotary(k, cos, sin), v.reshape(T, self.num_kv_heads, D), gate
 
     def _finish(self, o: Tensor, gate: Tensor | None) -> Tensor:
         if gate is not None:
@@ -256,35 +283,26 @@ class GatedDeltaNet(FusedLinear):
             norm_eps=self.norm_eps,
         )
 
-    def prefill(self, x: Tensor, rope: Rope, inputs: PrefillInputs, state: DecodeState) -> Tensor:
-        T = x.shape[0]
+    def prefill(
+        self, x: Tensor, rope: Rope, inputs: PrefillInputs, state: DecodeState, rows: Tensor | None = None
+    ) -> Tensor:
         mixed, z, b, a = self.project(x)
-        prompts, fresh = inputs.places, inputs.fresh
-        conv = state.prompts.layer(self.layer, "conv_state")
-        # A place that is used for the first time still holds what an earlier prompt left there.
-        mixed, conv_final = short_conv_prefill(
-            mixed,
-            self.conv1d.weight[:, 0],
+        o = gated_delta_layer_prefill(
+            *(mixed, b, a),
+            conv_weight=self.conv1d.weight[:, 0],
+            A_log=self.A_log,
+            dt_bias=self.dt_bias,
+            recurrent_state=state.prompts.layer(self.layer, "recurrent_state"),
+            conv_state=state.prompts.layer(self.layer, "conv_state"),
             cu_seqlens=inputs.cu_seqlens,
-            initial_state=conv[prompts].masked_fill(fresh[:, None, None], 0),
+            prompts=inputs.prompts,
+            cached_lens=inputs.cached_lens,
+            tables=inputs.tables,
         )
-        q, k, v = mixed.split([self.H * self.K, self.H * self.K, self.HV * self.V], dim=-1)
-        g, beta = gated_delta_gates(a, b, A_log=self.A_log, dt_bias=self.dt_bias)
-        o, final = gated_delta_prefill(
-            q.reshape(T, self.H, self.K),
-            k.reshape(T, self.H, self.K),
-            v.reshape(T, self.HV, self.V),
-            g,
-            beta,
-            cu_seqlens=inputs.cu_seqlens,
-            initial_state=state.prompts.recurrent_states(self.layer, prompts).masked_fill(
-                fresh[:, None, None, None], 0
-            ),
-        )
-        state.prompts.write_recurrent_states(self.layer, prompts, final)
-        conv[prompts] = conv_final.to(conv.dtype)
-        gated = gated_rms_norm(o, z.reshape(T, self.HV, self.V), self.norm.weight, eps=self.norm_eps)
-        return self.out_proj(gated.reshape(T, -1))
+        if rows is not None:
+            o, z = o.index_select(0, rows), z.index_select(0, rows)
+        gated = gated_rms_norm(o, z.reshape(-1, self.HV, self.V), self.norm.weight, eps=self.norm_eps)
+        return self.out_proj(gated.reshape(o.shape[0], -1))
 
     def decode(self, x: Tensor, rope: Rope, inputs: StepInputs, state: DecodeState) -> Tensor:
         mixed, z, b, a = self.project(x)

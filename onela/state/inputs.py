@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
-import torch
 from torch import Tensor
 
-from onela.ops.indexing import RowIndex, to_device
+from onela.ops.indexing import RowIndex
+from onela.ops.prefill_tables import PrefillTables
 
 
 @dataclass(frozen=True)
@@ -16,12 +15,15 @@ class PrefillInputs:
     """New tokens of several prompts, packed.
 
     Attributes:
-        token_ids: [T] int64. positions: [T] int64.
+        token_ids, positions: [T] int32 or int64.
         cu_seqlens: [B+1] int32, new tokens of each prompt.
         prompts: [B] int32, places in the prompt pool.
         cached_lens: [B] int32, tokens that each prompt holds already.
+        last_rows: [B] int32 or int64, the row of each prompt's last new token; the model then answers for these
+            alone. None: for all.
+        tables: where the tokens lie, on a GPU, for the kernels that can be captured; None: for the references alone.
 
-    The last three are read on the host; on the CPU, reading them waits for no device.
+    References read cu_seqlens, prompts and cached_lens on the host: on the CPU, that waits for no device.
     """
 
     token_ids: Tensor
@@ -29,16 +31,8 @@ class PrefillInputs:
     cu_seqlens: Tensor
     prompts: Tensor
     cached_lens: Tensor
-
-    @cached_property
-    def places(self) -> Tensor:
-        """[B] int64, `prompts` on the device of the tokens."""
-        return to_device(self.prompts.to(torch.int64), self.token_ids.device)
-
-    @cached_property
-    def fresh(self) -> Tensor:
-        """[B] bool on the device of the tokens: prompts that hold nothing yet."""
-        return to_device(self.cached_lens == 0, self.token_ids.device)
+    last_rows: Tensor | None = None
+    tables: PrefillTables | None = None
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from onela.errors import CapacityError
-from onela.ops.gated_delta import merge_state, split_state
 from onela.ops.indexing import device_tensor
 from onela.state.allocator import ExtentAllocator, PageAllocator
 from onela.state.geometry import AttentionGeometry, GatedDeltaGeometry, LayerGeometry
@@ -119,7 +118,7 @@ class PromptPool:
         try:
             self.prompt_tensors.reserve(self.places.end)
             self.page_tensors.reserve(self.pages.end)
-            self._reserve_table(self.places.end, needed)
+            self.reserve_table(self.places.end, needed)
             self.page_table[index].fill_(-1)
             self.page_table[index, :needed] = device_tensor(pages, torch.int32, self.device)
         except BaseException:  # no memory: place and pages are as free as before
@@ -196,16 +195,6 @@ class PromptPool:
         """`recurrent_state` or `conv_state` of one layer, [num_prompts, ...]."""
         return self.prompt_tensors.tensors[f"{index}.{name}"]
 
-    def recurrent_states(self, index: int, prompts: Tensor) -> Tensor:
-        """The fp32 recurrent states [B, HV, V, K] of one layer, of the prompts [B] int64 at these places."""
-        states = self.layer(index, "recurrent_state")[prompts]
-        return merge_state(states) if self.split_states else states
-
-    def write_recurrent_states(self, index: int, prompts: Tensor, states: Tensor) -> None:
-        """Keep [B, HV, V, K] states of one layer at these places."""
-        kept = self.layer(index, "recurrent_state")
-        kept[prompts] = split_state(states.to(torch.float32)) if self.split_states else states.to(kept.dtype)
-
     @property
     def generation(self) -> tuple[int, ...]:
         """Changes whenever a tensor of the pool is replaced by a larger one."""
@@ -230,7 +219,8 @@ class PromptPool:
             + self.lengths.nbytes
         )
 
-    def _reserve_table(self, num_prompts: int, num_pages: int) -> None:
+    def reserve_table(self, num_prompts: int, num_pages: int) -> None:
+        """Make room for this many prompts of this many pages each in the page table."""
         rows, columns = self.page_table.shape
         if num_prompts <= rows and num_pages <= columns:
             return

@@ -79,7 +79,8 @@ class FakeModel:
                 rows.append([h, self._attend(state, prompt, position + 1) + sum(last)])
             recurrent[0, 0, 0] = h
             tail[0] = torch.tensor(last)
-        return torch.tensor(rows)
+        hidden = torch.tensor(rows)
+        return hidden if inputs.last_rows is None else hidden[inputs.last_rows]
 
     def decode(self, inputs: StepInputs, state: DecodeState) -> Tensor:
         rows = []

@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 
 from onela import BeamParams, Engine, Request
-from onela.engine.graphs import MAX_GRAPHS, DecodeGraph, DecodeGraphs
+from onela.engine.graphs import MAX_GRAPHS, DecodeGraphs, ForwardGraph
 from onela.engine.packing import StepBuffers, StepShape
 from onela.state import StepInputs
 from tests.engine.helpers import (
@@ -40,12 +40,12 @@ class Recorded:
 
 
 class FakeGraphs(DecodeGraphs):
-    def _capture(self, shape: StepShape) -> DecodeGraph:
+    def _capture(self, shape: StepShape) -> ForwardGraph[StepBuffers]:
         buffers = StepBuffers(shape, self.device)
         inputs = buffers.inputs()
         hidden = self.forward(inputs).clone()
         self.num_captures += 1
-        return DecodeGraph(buffers, hidden, Recorded(self, inputs, hidden))
+        return ForwardGraph(buffers, hidden, Recorded(self, inputs, hidden))
 
 
 def with_graphs(engine: Engine, kind: type[DecodeGraphs] = FakeGraphs) -> DecodeGraphs:
@@ -136,7 +136,7 @@ def test_graphs_are_made_anew_when_a_pool_has_grown(path: Path) -> None:
 
 def test_a_forward_that_cannot_be_captured_runs_as_it_is(path: Path) -> None:
     class Refusing(DecodeGraphs):
-        def _capture(self, shape: StepShape) -> DecodeGraph:
+        def _capture(self, shape: StepShape) -> ForwardGraph[StepBuffers]:
             self.num_captures += 1
             raise RuntimeError("operation not permitted when stream is capturing")
 

@@ -58,7 +58,9 @@ def compile_one(module: str, name: str, capability: int, warps: int, types: dict
             source_type = GluonASTSource
     names = kernel.arg_names
     signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
-    aligned = [i for i, n in enumerate(names) if signature[n].startswith("*") or n.startswith("stride")]
+    aligned = [
+        i for i, n in enumerate(names) if signature[n].startswith("*") or n.startswith(("stride", "s_"))
+    ]
     source = source_type(
         kernel,
         signature,

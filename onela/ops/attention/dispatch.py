@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onela.ops.attention.reference import beam_attention_ref
+from onela.ops.attention.reference import beam_attention_ref, prefill_attention_ref
+from onela.ops.prefill_tables import PrefillTables
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -64,3 +65,51 @@ def beam_attention(
     if supports(q, k_cache, records_k):
         return beam_attention_hopper(q, k, v, **step, scale=scale)
     return beam_attention_triton(q, k, v, **step, scale=scale)
+
+
+def prefill_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    cached_lens: Tensor,
+    cu_seqlens: Tensor,
+    prompts: Tensor,
+    scale: float | None = None,
+    last_only: bool = False,
+    tables: PrefillTables | None = None,
+) -> Tensor:
+    """`prefill_attention_ref`; with tables on a GPU and 16-bit rows, by the packed attention that torch brings.
+
+    Args, Returns, Writes: as in `prefill_attention_ref`.
+    Padding: with tables, the tokens behind the last prompt are computed and go nowhere.
+    Numerics: as in the implementation that runs.
+    Raises: ShapeError, DtypeError.
+    """
+    if tables is not None and q.is_cuda:
+        from onela.ops.attention.prefill import prefill_attention_packed, supports
+
+        if supports(q, k_cache):
+            return prefill_attention_packed(
+                *(q, k, v),
+                k_cache=k_cache,
+                v_cache=v_cache,
+                scale=scale,
+                last_only=last_only,
+                tables=tables,
+            )
+    return prefill_attention_ref(
+        *(q, k, v),
+        k_cache=k_cache,
+        v_cache=v_cache,
+        page_table=page_table,
+        cached_lens=cached_lens,
+        cu_seqlens=cu_seqlens,
+        prompts=prompts,
+        scale=scale,
+        last_only=last_only,
+        tables=tables,
+    )

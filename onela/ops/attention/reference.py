@@ -12,6 +12,7 @@ from torch import Tensor
 from onela.ops._checks import check_float, check_groups, check_index
 from onela.ops.gated_delta.reference import compute_dtype
 from onela.ops.indexing import gather_rows, scatter_rows
+from onela.ops.prefill_tables import PrefillTables
 
 
 def prompt_rows(cache: Tensor, page_table: Tensor, prompt: int, length: int) -> Tensor:
@@ -108,7 +109,7 @@ def beam_attention_ref(
     return out
 
 
-def prefill_attention(
+def prefill_attention_ref(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -120,6 +121,8 @@ def prefill_attention(
     cu_seqlens: Tensor,
     prompts: Tensor,
     scale: float | None = None,
+    last_only: bool = False,
+    tables: PrefillTables | None = None,
 ) -> Tensor:
     """Causal attention of packed prompts, each after what its pages already hold; writes the new keys into the pages.
 
@@ -128,39 +131,45 @@ def prefill_attention(
         k_cache, v_cache: [num_pages, page_size, HKV, D].
         page_table: [num_prompts, max_pages] int32.
         cached_lens: [B] int32, tokens of each sequence that the pages hold already.
-        cu_seqlens: [B+1] int32, new tokens of each sequence; prompts: [B] int32, its row of the page table.
+        cu_seqlens: [B+1] int32, new tokens of each sequence; prompts: [B] int32, its row of the page table, or PAD.
         scale: None means `D**-0.5`.
+        last_only: q is the last token of each sequence, [B, HQ, D]; or of the first ones, and the rest asks nothing.
+        tables: the prompts on the device, for a kernel; not read here.
     Returns:
-        o: [T, HQ, D] in q's dtype.
+        o: as q, in q's dtype. The row of a sequence without new tokens means nothing.
 
     Writes: k_cache and v_cache at the new tokens' places.
+    Padding: a sequence whose row is PAD has no pages; its keys go nowhere.
+    Layout: cu_seqlens, prompts and cached_lens are read on the host.
     Numerics: torch's scaled_dot_product_attention; a sequence does not depend on the others.
     """
     HQ, HKV = q.shape[1], k.shape[1]
     check_groups(HQ, HKV)
     page_size = k_cache.shape[1]
-    out = torch.empty_like(q)
+    out = torch.zeros_like(q) if last_only else torch.empty_like(q)
     bounds = cu_seqlens.tolist()
     for n, (p, cached) in enumerate(zip(prompts.tolist(), cached_lens.tolist())):
         rows = slice(bounds[n], bounds[n + 1])
         new = bounds[n + 1] - bounds[n]
-        if new == 0:
+        asking = slice(n, n + 1) if last_only else rows
+        if new == 0 or asking.start >= q.shape[0]:
             continue
         places = torch.arange(cached, cached + new, device=q.device)
-        pages = page_table[p].to(torch.int64)[places // page_size]
-        k_cache[pages, places % page_size] = k[rows].to(k_cache.dtype)
-        v_cache[pages, places % page_size] = v[rows].to(v_cache.dtype)
+        if p >= 0:
+            pages = page_table[p].to(torch.int64)[places // page_size]
+            k_cache[pages, places % page_size] = k[rows].to(k_cache.dtype)
+            v_cache[pages, places % page_size] = v[rows].to(v_cache.dtype)
         keys, values, mask = k[rows], v[rows], None
         if cached:
             keys = prompt_rows(k_cache, page_table, p, cached + new).to(q.dtype)
             values = prompt_rows(v_cache, page_table, p, cached + new).to(q.dtype)
             mask = torch.arange(cached + new, device=q.device)[None, :] <= places[:, None]
-        out[rows] = F.scaled_dot_product_attention(
-            q[rows].transpose(0, 1)[None],
+        out[asking] = F.scaled_dot_product_attention(
+            q[asking].transpose(0, 1)[None],
             keys.transpose(0, 1)[None],
             values.transpose(0, 1)[None],
-            attn_mask=mask,
-            is_causal=mask is None,
+            attn_mask=None if last_only else mask,
+            is_causal=mask is None and not last_only,
             scale=scale,
             enable_gqa=HQ != HKV,
         )[0].transpose(0, 1)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from onela.ops.gated_delta.layer_prefill_reference import gated_delta_layer_prefill_ref
 from onela.ops.gated_delta.layer_step_reference import gated_delta_layer_step_ref
 from onela.ops.gated_delta.reference import full_state_step_ref, replay_ssm_step_ref, replay_step_ref
 from onela.ops.gated_delta.reference import gated_delta_gates as gates_ref
 from onela.ops.indexing import RowIndex
+from onela.ops.prefill_tables import PrefillTables
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -212,3 +214,45 @@ def _has_kernels(q: Tensor, v: Tensor) -> bool:
     """Whether Triton's kernels take these rows: on a GPU, a known dtype, head sizes a power of two from 16 to 512."""
     sizes = all(16 <= size <= 512 and not size & (size - 1) for size in (q.shape[-1], v.shape[-1]))
     return q.is_cuda and q.dtype in FLOATS and sizes
+
+
+def gated_delta_layer_prefill(
+    mixed_qkv: Tensor,
+    b: Tensor,
+    a: Tensor,
+    *,
+    conv_weight: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    recurrent_state: Tensor,
+    conv_state: Tensor,
+    cu_seqlens: Tensor,
+    prompts: Tensor,
+    cached_lens: Tensor,
+    tables: PrefillTables | None = None,
+) -> Tensor:
+    """`gated_delta_layer_prefill_ref`; with tables on a GPU, 16-bit rows and fla-core, by its chunked kernels.
+
+    Args, Returns, Writes: as in `gated_delta_layer_prefill_ref`.
+    Padding: with tables, the tokens behind the last prompt are computed and go nowhere.
+    Numerics: as in the implementation that runs; both are deterministic.
+    Raises: ShapeError, DtypeError.
+    """
+    weights = {"conv_weight": conv_weight, "A_log": A_log, "dt_bias": dt_bias}
+    states = {"recurrent_state": recurrent_state, "conv_state": conv_state}
+    if tables is not None and mixed_qkv.is_cuda:
+        from onela.ops.gated_delta.layer_prefill import gated_delta_layer_prefill_chunked, supports
+
+        if supports(mixed_qkv, recurrent_state):
+            return gated_delta_layer_prefill_chunked(mixed_qkv, b, a, **weights, **states, tables=tables)
+    return gated_delta_layer_prefill_ref(
+        mixed_qkv,
+        b,
+        a,
+        **weights,
+        **states,
+        cu_seqlens=cu_seqlens,
+        prompts=prompts,
+        cached_lens=cached_lens,
+        tables=tables,
+    )

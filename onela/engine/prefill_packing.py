@@ -1,0 +1,125 @@
+"""Packs new tokens of prompts into the tensors of one prefill forward, with room for padding behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+
+from onela.engine.scheduler import PrefillChunk
+from onela.ops.indexing import to_device
+from onela.ops.prefill_tables import NewTokens, PrefillShape, TableLayout
+from onela.state import PrefillInputs, PromptPool
+
+FINE_FROM = 1024
+"""From here on buckets are a sixteenth of a power of two apart, below an eighth."""
+SMALLEST = 64
+"""Tokens of the smallest bucket."""
+FEW_PROMPTS = 4
+"""So many prompts share one shape, whatever the length of the longest."""
+FEW_KEYS = 1 << 14
+"""So many keys, cached and new, share one shape."""
+
+
+def new_tokens(chunk: PrefillChunk) -> NewTokens:
+    """What a piece of a prompt brings to a forward."""
+    prompt = chunk.request.prompt
+    assert prompt is not None, "a scheduled request holds a place in the prompt pool"
+    tokens = chunk.request.token_array[chunk.start : chunk.end]
+    return NewTokens(tokens, chunk.start, prompt.index, prompt.pages)
+
+
+def exact_shape(chunks: Sequence[PrefillChunk]) -> PrefillShape:
+    """The sizes of these chunks' forward, without any room."""
+    lengths = [chunk.end - chunk.start for chunk in chunks]
+    cached = sum(chunk.start for chunk in chunks)
+    total = sum(lengths)
+    return PrefillShape(total, len(chunks), max(lengths), total + cached if cached else 0)
+
+
+def padded_prefill_shape(shape: PrefillShape) -> PrefillShape:
+    """The shape that stands for all with a little fewer tokens, prompts or keys.
+
+    Tokens are padded by at most a sixteenth (an eighth below 1024, or to the next 32), prompts and the keys of prompts
+    that go on to a power of four.
+    """
+    T = bucket(shape.num_tokens)
+    B = FEW_PROMPTS
+    while shape.num_prompts > B:
+        B *= 4
+    longest = T if B == FEW_PROMPTS else min(T, _power_of_two(max(shape.longest, T - shape.num_tokens)))
+    # The padding tokens have keys too, and so has a forward of nothing else.
+    keys = 0
+    if shape.num_keys:
+        needed, keys = max(shape.num_keys + T - shape.num_tokens, T), FEW_KEYS
+        while keys < needed:
+            keys *= 4
+    return PrefillShape(T, B, longest, keys)
+
+
+def bucket(num_tokens: int) -> int:
+    """The tokens that a forward of so many is padded to."""
+    if num_tokens <= SMALLEST:
+        return SMALLEST
+    step = max(SMALLEST // 2, _power_of_two(num_tokens) // (32 if num_tokens > FINE_FROM else 16))
+    return -(-num_tokens // step) * step
+
+
+def buckets_up_to(num_tokens: int) -> list[int]:
+    """Every bucket up to the one of `num_tokens`."""
+    found, end = [SMALLEST], bucket(num_tokens)
+    while found[-1] < end:
+        found.append(bucket(found[-1] + 1))
+    return found
+
+
+class PrefillBuffers:
+    """The tensors of a prefill forward of one shape. Fresh ones are all padding.
+
+    Args:
+        shape: their sizes. prompts: the pool whose places and pages are written. device: where they live.
+    """
+
+    def __init__(self, shape: PrefillShape, prompts: PromptPool, device: torch.device) -> None:
+        self.shape = shape
+        self.layout = TableLayout(shape, prompts.page_size)
+        self.flat = to_device(self.layout.host([]), device)
+
+    def inputs(self) -> PrefillInputs:
+        """The forward that these buffers describe; the same tensors every time. Nothing of it is on the host."""
+        tables = self.layout.tables(self.flat)
+        return PrefillInputs(
+            token_ids=self.layout.part(self.flat, "token_ids"),
+            positions=self.layout.part(self.flat, "positions"),
+            cu_seqlens=tables.cu_seqlens,
+            prompts=tables.prompts,
+            cached_lens=tables.cached_lens,
+            last_rows=self.layout.part(self.flat, "last_rows"),
+            tables=tables,
+        )
+
+    def fill(self, chunks: Sequence[PrefillChunk]) -> None:
+        """Describe a forward of these chunks, which fit into the shape. Nobody waits for the device."""
+        host = self.layout.host([new_tokens(chunk) for chunk in chunks], pin=self.flat.is_cuda)
+        self.flat.copy_(host, non_blocking=True)
+
+
+def eager_inputs(chunks: Sequence[PrefillChunk], prompts: PromptPool, device: torch.device) -> PrefillInputs:
+    """The forward of these chunks as it is, with what references read left on the host."""
+    layout = TableLayout(exact_shape(chunks), prompts.page_size)
+    flat = to_device(layout.host([new_tokens(chunk) for chunk in chunks]), device)
+    bounds = list(accumulate((chunk.end - chunk.start for chunk in chunks), initial=0))
+    return PrefillInputs(
+        token_ids=layout.part(flat, "token_ids"),
+        positions=layout.part(flat, "positions"),
+        cu_seqlens=torch.tensor(bounds, dtype=torch.int32),
+        prompts=torch.tensor([new_tokens(chunk).place for chunk in chunks], dtype=torch.int32),
+        cached_lens=torch.tensor([chunk.start for chunk in chunks], dtype=torch.int32),
+        last_rows=layout.part(flat, "last_rows"),
+        tables=layout.tables(flat) if device.type == "cuda" else None,
+    )
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()

@@ -1,0 +1,80 @@
+"""Captures the forwards that requests will need before the first of them comes, so that none waits for it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from onela.config import EngineConfig
+from onela.engine.graphs import ForwardGraphs, Shape, padded_shape
+from onela.engine.packing import StepShape
+from onela.engine.prefill_packing import FEW_KEYS, FEW_PROMPTS, SMALLEST, buckets_up_to
+from onela.engine.runner import Runner
+from onela.ops.prefill_tables import PrefillShape
+
+logger = logging.getLogger(__name__)
+
+
+def prefill_shapes(config: EngineConfig) -> Iterator[PrefillShape]:
+    """Every shape of at most `warm_up_tokens` tokens in a few prompts, largest first; where prompts may go on from a
+    state, that kind too."""
+    if not config.warm_up_tokens:
+        return
+    limit = min(config.warm_up_tokens, config.max_batch_tokens)
+    for num_tokens in reversed(buckets_up_to(max(limit, SMALLEST))):
+        yield PrefillShape(num_tokens, FEW_PROMPTS, num_tokens)
+        if config.prompt_cache_bytes:
+            keys = FEW_KEYS
+            while keys < num_tokens:
+                keys *= 4
+            yield PrefillShape(num_tokens, FEW_PROMPTS, num_tokens, keys)
+
+
+def decode_shapes(config: EngineConfig, num_levels: int) -> list[StepShape]:
+    """The shapes of steps of up to `warm_up_requests` requests of `warm_up_beams` beams at every mix of depths."""
+    shapes: dict[StepShape, None] = {}
+    for count in range(config.warm_up_requests, 0, -1):
+        for depth in range(num_levels - 1):
+            for some_first in (True, False) if depth else (True,):
+                rows = count * config.warm_up_beams
+                shapes[padded_shape(StepShape(rows, count, depth, some_first))] = None
+    return list(shapes)
+
+
+def capture(graphs: ForwardGraphs[Shape, Any] | None, shapes: Sequence[Shape]) -> int:
+    """Capture these shapes, as many as are kept at a time. Returns how many could be."""
+    if graphs is None:
+        return 0
+    return sum(graphs.find(shape) is not None for shape in shapes[: graphs.max_graphs])
+
+
+@torch.inference_mode()
+def warm_up(runner: Runner, config: EngineConfig, num_levels: int) -> float:
+    """Make room for what the options name, and capture its forwards. Returns the seconds it took.
+
+    A graph is worthless once a pool has been replaced by a larger one, so the pools get their room first: all that
+    their limits allow where they are set, else that of the requests named here.
+    """
+    start = time.perf_counter()
+    state = runner.state
+    prompts, records = state.prompts, state.records
+    count = max(1, config.warm_up_requests)
+    places = config.max_prompts or 4 * count
+    page_room = -(-max(config.warm_up_tokens, config.max_batch_tokens) // config.page_size)
+    prompts.prompt_tensors.reserve(places)
+    if prompts.has_pages:
+        prompts.page_tensors.reserve(config.max_pages or 2 * page_room)
+    prompts.reserve_table(places, page_room)
+    beams = count * config.warm_up_beams
+    if num_levels > 1:
+        records.pool.reserve(config.max_slots or 2 * beams * (num_levels - 1))
+        state.backend.reserve(2 * beams, num_levels - 1)
+    captured = capture(runner.prefill_graphs, list(prefill_shapes(config)))
+    captured += capture(runner.graphs, decode_shapes(config, num_levels))
+    taken = time.perf_counter() - start
+    logger.info("warmed up in %.1f s: %d forwards captured", taken, captured)
+    return taken

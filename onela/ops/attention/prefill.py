@@ -1,0 +1,163 @@
+"""Causal attention of packed prompts on a GPU, by the kernels that torch brings: cuDNN's, or flash attention's.
+
+New keys go to their pages in one launch. When every prompt is new, attention reads the packed keys as they are;
+otherwise the prompts' keys, cached and new, are first brought together from their pages.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from onela.ops._checks import check_float, check_groups, check_index
+from onela.ops.attention._prefill_kernel import gather_pages_kernel, write_pages_kernel
+from onela.ops.prefill_tables import PrefillTables
+
+logger = logging.getLogger(__name__)
+HALVES = (torch.bfloat16, torch.float16)
+_refused: set[tuple[object, ...]] = set()
+"""Cases that cuDNN has refused: there it is not asked again."""
+
+
+def supports(q: Tensor, k_cache: Tensor) -> bool:
+    """Whether torch's packed attention takes these: on a GPU, 16-bit, heads of at most 256."""
+    D = q.shape[-1]
+    return q.is_cuda and q.dtype in HALVES and k_cache.dtype == q.dtype and D <= 256 and D % 8 == 0
+
+
+def prefill_attention_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    scale: float | None = None,
+    last_only: bool = False,
+    tables: PrefillTables,
+) -> Tensor:
+    """`prefill_attention_ref`'s contract on a GPU, for 16-bit rows.
+
+    Args:
+        as in `prefill_attention_ref`; the prompts are those of `tables`.
+    Returns:
+        o: as q.
+
+    Writes: k_cache and v_cache at the new tokens' places.
+    Layout: rows of q, k and v may be strided, the heads of a row adjoin; k_cache and v_cache are contiguous.
+    Padding: the last sequence of the tables is computed and its keys go nowhere.
+    Numerics: fp32 scores and softmax, weights rounded to q's dtype.
+    Raises: ShapeError, DtypeError.
+    """
+    T, HKV, D = k.shape
+    check_groups(q.shape[1], HKV)
+    check_float("q", q, tables.num_prompts if last_only else T, None, D)
+    check_float("v", v, T, HKV, D)
+    check_float("k_cache", k_cache, None, None, HKV, D)
+    check_float("v_cache", v_cache, *k_cache.shape)
+    check_index("page_rows", tables.page_rows, T)
+    k, v = (x if x.stride(-1) == 1 and x.stride(1) == D else x.contiguous() for x in (k, v))
+    v = write_pages(k, v, k_cache, v_cache, tables, pack=not tables.num_keys)
+    keys, values, cu_keys, longest_keys = k, v, tables.cu_seqlens, tables.longest
+    if tables.num_keys:
+        keys, values = gather_pages(k_cache, v_cache, tables)
+        cu_keys, longest_keys = tables.cu_keys, tables.num_keys
+    scale = D**-0.5 if scale is None else scale
+    if last_only:
+        bounds = cu_keys[: tables.num_prompts + 1]
+        return flash_attention(q, keys, values, tables.prompt_rows, bounds, 1, longest_keys, scale)
+    if not tables.num_keys:
+        o = cudnn_attention(q, keys, values, tables.cu_seqlens, tables.longest, scale)
+        if o is not None:
+            return o
+    return flash_attention(q, keys, values, tables.cu_seqlens, cu_keys, tables.longest, longest_keys, scale)
+
+
+def write_pages(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, tables: PrefillTables, *, pack: bool
+) -> Tensor:
+    """Put new keys and values into their pages, in one launch. Returns v, in rows that adjoin if `pack`."""
+    T, HKV, D = k.shape
+    size = HKV * D
+    packed = v.new_empty(T, HKV, D) if pack else v
+    block_d = triton.next_power_of_2(size)
+    block_r = max(1, 4096 // block_d)
+    write_pages_kernel[(triton.cdiv(T, block_r),)](
+        k, v, k_cache, v_cache, tables.page_rows, packed, T, k.stride(0), v.stride(0),
+        SIZE=size, BLOCK_R=block_r, BLOCK_D=block_d, PACK=pack, num_warps=4,
+    )  # fmt: skip
+    return packed
+
+
+def gather_pages(k_cache: Tensor, v_cache: Tensor, tables: PrefillTables) -> tuple[Tensor, Tensor]:
+    """Keys and values [num_keys, HKV, D] of all sequences, cached ones included, in rows that adjoin."""
+    page_size, HKV, D = k_cache.shape[1:]
+    keys, values = (k_cache.new_empty(tables.num_keys, HKV, D) for _ in range(2))
+    block_d = triton.next_power_of_2(HKV * D)
+    block_r = max(1, min(triton.next_power_of_2(page_size), 8192 // block_d))
+    gather_pages_kernel[(tables.key_pages.shape[0], triton.cdiv(page_size, block_r))](
+        k_cache, v_cache, tables.key_pages, keys, values,
+        PAGE=page_size, SIZE=HKV * D, BLOCK_R=block_r, BLOCK_D=block_d, num_warps=4,
+    )  # fmt: skip
+    return keys, values
+
+
+def cudnn_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float
+) -> Tensor | None:
+    """Causal attention of sequences that begin here, by cuDNN; None where it does not take them.
+
+    Args:
+        q: [T, HQ, D]; k, v: [T, HKV, D]; cu_seqlens: [S+1] int32; longest: most tokens of a sequence.
+    """
+    case = (q.shape[1:], k.shape[1:], q.dtype, q.device)
+    if case in _refused or torch.cuda.get_device_capability(q.device)[0] < 9:
+        return None
+    try:
+        result = torch.ops.aten._cudnn_attention_forward(
+            q.contiguous(), k.contiguous(), v.contiguous(), None, cu_seqlens, cu_seqlens, longest, longest,
+            True, 0.0, True, False, scale=scale,
+        )  # fmt: skip
+    except (RuntimeError, TypeError) as error:
+        logger.info("attention of prompts runs without cuDNN: %s", str(error).splitlines()[0])
+        _refused.add(case)
+        return None
+    return result[0]
+
+
+@lru_cache(maxsize=1)
+def _flash_options() -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """torch's packed attention, and the words for causal attention and for grouped heads in this version of it."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    names = inspect.signature(varlen_attn).parameters
+    causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in names else {"is_causal": True}
+    return varlen_attn, causal, {"enable_gqa": True} if "enable_gqa" in names else {}
+
+
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_queries: Tensor,
+    cu_keys: Tensor,
+    longest: int,
+    longest_keys: int,
+    scale: float,
+) -> Tensor:
+    """Causal attention by flash attention; a sequence's queries are the last of its tokens.
+
+    Args:
+        q: [T, HQ, D]; k, v: [num_keys, HKV, D]; cu_queries, cu_keys: [S+1] int32, bounds of the sequences.
+        longest, longest_keys: no sequence has more.
+    """
+    run, causal, grouped = _flash_options()
+    if q.shape[1] == k.shape[1]:
+        grouped = {}
+    return run(q, k, v, cu_queries, cu_keys, longest, longest_keys, scale=scale, **causal, **grouped)

@@ -1,0 +1,211 @@
+"""Where the new tokens of packed prompts lie: tables that kernels read on the device, filled on the host in one piece.
+
+A forward over prompts of any lengths runs in a shape with some room: unused prompts have no tokens, and the tokens
+behind the last prompt form one more sequence, whose results go nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+CHUNK = 64
+"""Tokens of a chunk of the recurrence."""
+BEHIND = 1 << 20
+"""The number of a chunk that no sequence has."""
+
+
+@dataclass(frozen=True)
+class PrefillShape:
+    """Sizes of a prefill forward, padding included.
+
+    Attributes:
+        num_tokens: T. num_prompts: B, the sequence of the padding tokens left out.
+        longest: the most new tokens that a prompt may have.
+        num_keys: the most tokens that all sequences may have, cached ones included; 0: no prompt goes on from a
+            state of its own.
+    """
+
+    num_tokens: int
+    num_prompts: int
+    longest: int
+    num_keys: int = 0
+
+    @property
+    def num_sequences(self) -> int:
+        """The prompts and the padding tokens."""
+        return self.num_prompts + 1
+
+    @property
+    def num_chunks(self) -> int:
+        """The most chunks that this many tokens in this many sequences can make."""
+        return self.num_tokens // CHUNK + self.num_sequences
+
+    def num_key_pages(self, page_size: int) -> int:
+        """The most pages, whole or not, that the keys can fill."""
+        return self.num_keys // page_size + self.num_sequences if self.num_keys else 0
+
+
+@dataclass(frozen=True)
+class PrefillTables:
+    """The tables of one forward, int32, on the device.
+
+    Attributes:
+        cu_seqlens: [S+1], new tokens of each sequence; the last sequence is padding.
+        prompts: [S], places in the prompt pool, PAD for padding. cached_lens: [S], tokens that each holds already.
+        chunks: [C, 2], sequence and number of each chunk of `CHUNK` tokens; what is left over lies past every end.
+        chunk_starts: [S+1], the first chunk of each sequence.
+        page_rows: [T], the row of the paged cache (page * page_size + place) where each token's keys go; PAD for none.
+        cu_keys: [S+1], tokens of each sequence, cached ones included, packed.
+        key_pages: [P, 3], page, first packed row and number of rows of each piece of the keys; page PAD for zeros.
+        prompt_rows: [B+1], 0 to B: bounds of a batch with one row per prompt.
+        longest: the most new tokens of a sequence. num_keys: rows of the packed keys; 0: nothing is cached.
+    """
+
+    cu_seqlens: Tensor
+    prompts: Tensor
+    cached_lens: Tensor
+    chunks: Tensor
+    chunk_starts: Tensor
+    page_rows: Tensor
+    cu_keys: Tensor
+    key_pages: Tensor
+    prompt_rows: Tensor
+    longest: int
+    num_keys: int
+
+    @property
+    def num_prompts(self) -> int:
+        """Sequences without the last one."""
+        return self.prompts.shape[0] - 1
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """What a prompt brings to a forward.
+
+    Attributes:
+        token_ids: int32. cached: tokens that its state holds already. place: in the prompt pool.
+        pages: its KV pages, in order; none for a model without softmax layers.
+    """
+
+    token_ids: np.ndarray[Any, np.dtype[np.int32]]
+    cached: int
+    place: int
+    pages: Sequence[int]
+
+
+class TableLayout:
+    """How the tables of a shape lie in one int32 buffer, with the tokens, their positions and the prompts' last rows.
+
+    Args:
+        shape: sizes. page_size: tokens of a KV page.
+    """
+
+    def __init__(self, shape: PrefillShape, page_size: int) -> None:
+        self.shape = shape
+        self.page_size = page_size
+        T, B, S = shape.num_tokens, shape.num_prompts, shape.num_sequences
+        sizes = {
+            "token_ids": T,
+            "positions": T,
+            "page_rows": T,
+            "cu_seqlens": S + 1,
+            "prompts": S,
+            "cached_lens": S,
+            "last_rows": B,
+            "chunks": 2 * shape.num_chunks,
+            "chunk_starts": S + 1,
+            "cu_keys": S + 1,
+            "key_pages": 3 * shape.num_key_pages(page_size),
+            "prompt_rows": B + 1,
+        }
+        self.places: dict[str, tuple[int, int]] = {}
+        self.size = 0
+        for name, size in sizes.items():
+            self.places[name] = (self.size, self.size + size)
+            # Every part begins at a multiple of 16 bytes: kernels are compiled for that once.
+            self.size += -(-size // 4) * 4
+
+    def part(self, flat: Any, name: str) -> Any:
+        """One table of a buffer, flat."""
+        start, end = self.places[name]
+        return flat[start:end]
+
+    def tables(self, flat: Tensor) -> PrefillTables:
+        """The tables of a buffer on the device."""
+        parts = {
+            name: self.part(flat, name)
+            for name in self.places
+            if name not in ("token_ids", "positions", "last_rows")
+        }
+        parts["chunks"] = parts["chunks"].view(-1, 2)
+        parts["key_pages"] = parts["key_pages"].view(-1, 3)
+        return PrefillTables(**parts, longest=self.shape.longest, num_keys=self.shape.num_keys)
+
+    def host(self, prompts: Sequence[NewTokens], *, pin: bool = False) -> Tensor:
+        """The buffer of these prompts, on the host.
+
+        Args:
+            prompts: at most B, whose tokens fit into the shape.
+            pin: make it a buffer that a GPU can fetch.
+        """
+        shape, page_size = self.shape, self.page_size
+        host = torch.empty(self.size, dtype=torch.int32, pin_memory=pin)
+        numbers = host.numpy()
+        numbers[:] = 0
+        token_ids, positions, page_rows = (
+            self.part(numbers, name) for name in ("token_ids", "positions", "page_rows")
+        )
+        page_rows[:] = -1
+        lengths = [len(prompt.token_ids) for prompt in prompts]
+        lengths += [0] * (shape.num_prompts - len(prompts))
+        lengths.append(shape.num_tokens - sum(lengths))
+        cached = [prompt.cached for prompt in prompts]
+        cached += [0] * (shape.num_sequences - len(cached))
+        places = self.part(numbers, "prompts")
+        places[:] = -1
+        last_rows = self.part(numbers, "last_rows")
+        row = 0
+        for i, prompt in enumerate(prompts):
+            rows = slice(row, row + lengths[i])
+            own = np.arange(prompt.cached, prompt.cached + lengths[i], dtype=np.int32)
+            token_ids[rows] = prompt.token_ids
+            positions[rows] = own
+            if len(prompt.pages):
+                pages = np.asarray(prompt.pages, dtype=np.int32)
+                page_rows[rows] = pages[own // page_size] * page_size + own % page_size
+            places[i] = prompt.place
+            row += lengths[i]
+            last_rows[i] = max(row - 1, 0)
+        cu_seqlens = np.cumsum([0, *lengths])
+        self.part(numbers, "cu_seqlens")[:] = cu_seqlens
+        self.part(numbers, "cached_lens")[:] = cached
+        self.part(numbers, "prompt_rows")[:] = np.arange(shape.num_prompts + 1)
+        counts = -(-np.asarray(lengths) // CHUNK)
+        starts = np.cumsum([0, *counts])
+        self.part(numbers, "chunk_starts")[:] = starts
+        chunks = self.part(numbers, "chunks").reshape(-1, 2)
+        chunks[:] = (shape.num_prompts, BEHIND)
+        chunks[: starts[-1], 0] = np.repeat(np.arange(len(counts)), counts)
+        chunks[: starts[-1], 1] = np.arange(starts[-1]) - np.repeat(starts[:-1], counts)
+        cu_keys = np.cumsum([0, *(a + b for a, b in zip(lengths, cached))])
+        self.part(numbers, "cu_keys")[:] = cu_keys
+        if shape.num_keys:
+            pieces = [
+                (prompt.pages[i] if len(prompt.pages) else -1, cu_keys[n] + i * page_size, page_size)
+                for n, prompt in enumerate(prompts)
+                for i in range(-(-int(cu_keys[n + 1] - cu_keys[n]) // page_size))
+            ]
+            pieces += [(-1, at, page_size) for at in range(cu_keys[-2], cu_keys[-1], page_size)]
+            key_pages = self.part(numbers, "key_pages").reshape(-1, 3)
+            if pieces:
+                key_pages[: len(pieces)] = pieces
+                ends = np.repeat(cu_keys[1:], [-(-int(n) // page_size) for n in np.diff(cu_keys)])
+                key_pages[: len(pieces), 2] = np.minimum(page_size, ends - key_pages[: len(pieces), 1])
+        return host

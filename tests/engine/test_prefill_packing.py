@@ -1,0 +1,150 @@
+"""Buckets, and prompts packed into them: with a stand-in for CUDA's graphs, on a CPU, the answers stay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from onela import BeamParams, Engine, EngineConfig, Request
+from onela.engine.graphs import ForwardGraph, PrefillGraphs
+from onela.engine.prefill_packing import (
+    FEW_KEYS,
+    PrefillBuffers,
+    bucket,
+    buckets_up_to,
+    padded_prefill_shape,
+)
+from onela.engine.warm_up import decode_shapes, prefill_shapes, warm_up
+from onela.ops.prefill_tables import PrefillShape
+from tests.engine.helpers import (
+    catalog_of,
+    random_prompt,
+    random_sids,
+    save_qwen3_5,
+    tiny_engine,
+    vocabulary_of,
+)
+from tests.engine.test_graphs import Recorded, with_graphs
+
+SIZES = (6, 8, 7)
+VOCABULARY = vocabulary_of(*SIZES)
+CATALOG = catalog_of(random_sids(120, SIZES), VOCABULARY)
+PARAMS = BeamParams(beam_width=12)
+
+
+class FakePrefillGraphs(PrefillGraphs):
+    def _capture(self, shape: PrefillShape) -> ForwardGraph[PrefillBuffers]:
+        buffers = self.make_buffers(shape)
+        inputs = buffers.inputs()
+        hidden = self.forward(inputs).clone()
+        self.num_captures += 1
+        return ForwardGraph(buffers, hidden, Recorded(self, inputs, hidden))
+
+
+def with_prefill_graphs(engine: Engine, kind: type[PrefillGraphs] = FakePrefillGraphs) -> PrefillGraphs:
+    runner = engine.runner
+    runner.prefill_graphs = kind(runner.prefill_forward, engine.state.prompts, engine.device)
+    return runner.prefill_graphs
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("qwen3_5")
+    save_qwen3_5(path, gain=0.5)
+    return path
+
+
+def requests(*lengths: int, seed: int = 0) -> list[Request]:
+    return [Request(prompt_token_ids=random_prompt(n, seed=seed + i)) for i, n in enumerate(lengths)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"max_batch_tokens": 40}, {"prompt_cache_bytes": 1 << 28, "prompt_cache_tail": 1}],
+    ids=["whole", "in pieces", "cached"],
+)
+def test_padded_prefill_gives_the_same_items(path: Path, options: dict[str, int]) -> None:
+    plain = tiny_engine(path, VOCABULARY, CATALOG)
+    padded = tiny_engine(path, VOCABULARY, CATALOG, page_size=16, **options)
+    graphs = with_prefill_graphs(padded)
+    for seed in (0, 0, 7):
+        batch = requests(70, 3, 129, 64, 1, seed=seed)
+        for given, wanted in zip(padded.generate(batch, PARAMS), plain.generate(batch, PARAMS)):
+            assert [item.sid for item in given.items] == [item.sid for item in wanted.items]
+            for item, other in zip(given.items, wanted.items):
+                assert abs(item.cum_logprob - other.cum_logprob) < 1e-4
+    assert graphs.failure is None
+    if not options:
+        assert graphs.num_captures == 1
+
+
+def test_graphs_are_made_anew_when_a_pool_has_grown(path: Path) -> None:
+    engine = tiny_engine(path, VOCABULARY, CATALOG)
+    graphs = with_prefill_graphs(engine)
+    wanted = engine.generate(requests(30), PARAMS)
+    engine.generate(requests(33), PARAMS)
+    assert graphs.num_captures == 1
+    engine.generate(requests(*[20] * 9), PARAMS)
+    assert graphs.num_captures > 1
+    assert engine.generate(requests(30), PARAMS)[0].items[0].sid == wanted[0].items[0].sid
+
+
+def test_a_forward_that_cannot_be_captured_runs_as_it_is(path: Path) -> None:
+    class Refusing(PrefillGraphs):
+        def _capture(self, shape: PrefillShape) -> ForwardGraph[PrefillBuffers]:
+            self.num_captures += 1
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    engine = tiny_engine(path, VOCABULARY, CATALOG)
+    wanted = engine.generate(requests(30, 5), PARAMS)
+    graphs = with_prefill_graphs(engine, Refusing)
+    for _ in range(2):
+        for given, expected in zip(engine.generate(requests(30, 5), PARAMS), wanted):
+            assert [item.sid for item in given.items] == [item.sid for item in expected.items]
+    assert isinstance(graphs.failure, RuntimeError)
+    assert graphs.num_captures == 1
+
+
+def test_buckets_cost_little() -> None:
+    for tokens in (*range(1, 3000), 4096, 5000, 5120, 5121, 16384, 20480, 20481):
+        padded = bucket(tokens)
+        assert padded >= tokens
+        assert bucket(padded) == padded
+        assert padded - tokens <= max(tokens // (16 if tokens > 1024 else 8), 63)
+    assert [bucket(n) for n in (4096, 5120, 20480)] == [4096, 5120, 20480]
+    buckets = buckets_up_to(16384)
+    assert buckets[0] == 64
+    assert buckets[-1] == 16384
+    assert len(buckets) < 100
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (PrefillShape(70, 1, 70), PrefillShape(96, 4, 96)),
+        (PrefillShape(5120, 4, 2000), PrefillShape(5120, 4, 5120)),
+        (PrefillShape(5120, 5, 2000), PrefillShape(5120, 16, 2048)),
+        (PrefillShape(512, 1, 512, 5120), PrefillShape(512, 4, 512, FEW_KEYS)),
+        (PrefillShape(16000, 17, 30, 16384), PrefillShape(16384, 64, 512, 4 * FEW_KEYS)),
+    ],
+)
+def test_shapes_have_room_for_their_padding(given: PrefillShape, expected: PrefillShape) -> None:
+    assert padded_prefill_shape(given) == expected
+    assert padded_prefill_shape(expected) == expected
+
+
+def test_a_warm_engine_captures_nothing_more(path: Path) -> None:
+    engine = tiny_engine(path, VOCABULARY, CATALOG)
+    prefill, decode = with_prefill_graphs(engine), with_graphs(engine)
+    config = EngineConfig(warm_up_tokens=300, warm_up_requests=4, warm_up_beams=12, max_batch_tokens=300)
+    assert warm_up(engine.runner, config, len(SIZES)) > 0
+    captures = prefill.num_captures, decode.num_captures
+    assert captures[0] == len(list(prefill_shapes(config))) == len(buckets_up_to(300))
+    assert captures[1] == len(decode_shapes(config, len(SIZES)))
+    for lengths in ((70,), (30, 60, 20), (90, 90, 3, 60), (1, 1)):
+        # Twelve beams are more than the first level has codes: the later levels alone are as wide.
+        engine.generate(requests(*lengths), BeamParams(beam_width_array=(6, 12, 12)))
+    assert prefill.num_captures == captures[0]
+    assert torch.isfinite(engine.generate(requests(5), PARAMS)[0].items[0].cum_logprob * torch.ones(1)).all()

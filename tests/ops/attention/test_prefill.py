@@ -1,0 +1,122 @@
+"""Attention of packed prompts on the tables of a padded shape, against the reference over the prompts alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onela.ops.attention import prefill_attention_ref
+from onela.ops.prefill_tables import NewTokens, PrefillShape, PrefillTables, TableLayout
+from tests.tolerances import ATTENTION
+
+pytest.importorskip("triton")
+from onela.ops.attention import prefill
+
+PAGE = 16
+# New tokens and cached ones of each prompt.
+PROMPTS = [
+    [(70, 0), (3, 0)],
+    [(1, 0)],
+    [(33, 5), (1, 2), (2, 64), (40, 0)],
+    [(5, 16), (17, 0), (1, 31)],
+]
+
+
+def flash_by_hand(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, longest: int, longest_keys: int, scale: float
+) -> Tensor:
+    """What flash attention does, sequence by sequence: it runs on a GPU alone."""
+    o = torch.zeros_like(q)
+    for (a, b), (c, d) in zip(zip(cu_q.tolist(), cu_q[1:].tolist()), zip(cu_k.tolist(), cu_k[1:].tolist())):
+        if a == b or c == d:
+            continue
+        mask = torch.ones(b - a, d - c, dtype=torch.bool).tril(d - c - (b - a))
+        o[a:b] = F.scaled_dot_product_attention(
+            *(x.transpose(0, 1)[None].float() for x in (q[a:b], k[c:d], v[c:d])),
+            attn_mask=mask,
+            scale=scale,
+            enable_gqa=True,
+        )[0].transpose(0, 1)
+    return o
+
+
+def pages_of(prompts: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """Pages in no order."""
+    counts = [-(-(new + cached) // PAGE) for new, cached in prompts]
+    order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1)).tolist()
+    return [[order.pop() for _ in range(count)] for count in counts]
+
+
+def tables_of(prompts: Sequence[tuple[int, int]], padding: int, device: torch.device) -> PrefillTables:
+    longest = max(padding, *(new for new, _ in prompts))
+    keys = sum(map(sum, prompts)) + padding if any(cached for _, cached in prompts) else 0
+    shape = PrefillShape(sum(new for new, _ in prompts) + padding, len(prompts) + 2, longest, keys)
+    layout = TableLayout(shape, PAGE)
+    tokens = [
+        NewTokens(np.zeros(new, np.int32), cached, i, pages)
+        for i, ((new, cached), pages) in enumerate(zip(prompts, pages_of(prompts)))
+    ]
+    return layout.tables(layout.host(tokens).to(device))
+
+
+@pytest.mark.parametrize("prompts", PROMPTS, ids=str)
+@pytest.mark.parametrize("heads", [(4, 2, 32), (2, 2, 256), (8, 1, 64)], ids=str)
+@pytest.mark.parametrize("padding", [0, 9])
+@pytest.mark.parametrize("last_only", [False, True])
+def test_padded_prompts_equal_the_reference(
+    prompts: list[tuple[int, int]],
+    heads: tuple[int, int, int],
+    padding: int,
+    last_only: bool,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if device.type == "cpu":
+        monkeypatch.setattr(prefill, "flash_attention", flash_by_hand)
+        monkeypatch.setattr(prefill, "cudnn_attention", lambda *_: None)
+    HQ, HKV, D = heads
+    # The interpreter's bf16 is not numpy's.
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
+    generator = torch.Generator().manual_seed(len(prompts))
+    T, B = sum(new for new, _ in prompts), len(prompts)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype).to(device)
+
+    wide = random(T + padding, (HQ + 2 * HKV) * D)
+    q, k, v = wide.split([HQ * D, HKV * D, HKV * D], dim=-1)
+    q, k, v = (x.reshape(T + padding, -1, D) for x in (q, k, v))
+    tables = tables_of(prompts, padding, device)
+    pages = pages_of(prompts)
+    table = torch.full((B, 8), -1, dtype=torch.int32)
+    for row, own in zip(table, pages):
+        row[: len(own)] = torch.tensor(own)
+    caches = [random(sum(map(len, pages)) + 1, PAGE, HKV, D) for _ in range(2)]
+    given, expected = [c.clone() for c in caches], [c.clone() for c in caches]
+    last = torch.tensor(np.cumsum([new for new, _ in prompts]) - 1, device=device)
+    # The rows of unused prompts ask for something too, and get anything.
+    asked = torch.cat([q[last], q[:2].expand(2, -1, -1)]) if last_only else q
+    o = prefill.prefill_attention_packed(
+        asked, k, v, k_cache=given[0], v_cache=given[1], last_only=last_only, tables=tables
+    )
+    wanted = prefill_attention_ref(
+        q[last] if last_only else q[:T],
+        k[:T],
+        v[:T],
+        k_cache=expected[0],
+        v_cache=expected[1],
+        page_table=table.to(device),
+        cached_lens=torch.tensor([cached for _, cached in prompts], dtype=torch.int32),
+        cu_seqlens=torch.tensor(np.cumsum([0, *(new for new, _ in prompts)]), dtype=torch.int32),
+        prompts=torch.arange(B, dtype=torch.int32),
+        last_only=last_only,
+    )
+    assert o.shape == asked.shape
+    torch.testing.assert_close(o[: len(wanted)], wanted, **ATTENTION["bf16"])
+    for cache, other in zip(given, expected):
+        assert torch.equal(cache, other)
