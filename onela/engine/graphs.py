@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 MAX_GRAPHS = 128
 """Decode graphs kept at a time; the one that was not used for the longest time goes first."""
-MAX_PREFILL_GRAPHS = 256
+MAX_PREFILL_GRAPHS = 320
 """Prefill graphs kept at a time."""
 EXACT_DEPTH = 8
 """Up to this depth a graph is made for every depth; beyond, for every eighth."""

@@ -18,6 +18,8 @@ SMALLEST = 64
 """Tokens of the smallest bucket."""
 FEW_PROMPTS = 4
 """So many prompts share one shape, whatever the length of the longest."""
+LONG = 512
+"""Shorter prompts are not worth a rectangle."""
 FEW_KEYS = 1 << 14
 """So many keys, cached and new, share one shape."""
 
@@ -35,16 +37,23 @@ def exact_shape(chunks: Sequence[PrefillChunk]) -> PrefillShape:
     lengths = [chunk.end - chunk.start for chunk in chunks]
     cached = sum(chunk.start for chunk in chunks)
     total = sum(lengths)
-    return PrefillShape(total, len(chunks), max(lengths), total + cached if cached else 0)
+    if cached:
+        return PrefillShape(total, len(chunks), max(lengths), total + cached)
+    return PrefillShape(total, len(chunks), max(lengths), rectangle=len(chunks) == 1)
 
 
 def padded_prefill_shape(shape: PrefillShape) -> PrefillShape:
     """The shape that stands for all with a little fewer tokens, prompts or keys.
 
+    A single new prompt is a rectangle, and so are a few of nearly the same length: then attention is faster.
     Tokens are padded by at most a sixteenth (an eighth below 1024, or to the next 32), prompts and the keys of prompts
     that go on to a power of four.
     """
     T = bucket(shape.num_tokens)
+    side = bucket(shape.longest)
+    few = shape.num_prompts <= FEW_PROMPTS and side >= LONG and shape.num_prompts * side <= T + T // 16
+    if not shape.num_keys and (shape.num_prompts == 1 or few):
+        return PrefillShape(shape.num_prompts * side, shape.num_prompts, side, rectangle=True)
     B = FEW_PROMPTS
     while shape.num_prompts > B:
         B *= 4

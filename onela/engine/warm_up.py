@@ -20,12 +20,13 @@ logger = logging.getLogger(__name__)
 
 
 def prefill_shapes(config: EngineConfig) -> Iterator[PrefillShape]:
-    """Every shape of at most `warm_up_tokens` tokens in a few prompts, largest first; where prompts may go on from a
-    state, that kind too."""
+    """Every shape of at most `warm_up_tokens` tokens in one new prompt or in a few, largest first; where prompts may go
+    on from a state, that kind too."""
     if not config.warm_up_tokens:
         return
     limit = min(config.warm_up_tokens, config.max_batch_tokens)
     for num_tokens in reversed(buckets_up_to(max(limit, SMALLEST))):
+        yield PrefillShape(num_tokens, 1, num_tokens, rectangle=True)
         yield PrefillShape(num_tokens, FEW_PROMPTS, num_tokens)
         if config.prompt_cache_bytes:
             keys = FEW_KEYS

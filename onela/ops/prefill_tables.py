@@ -1,7 +1,8 @@
 """Where the new tokens of packed prompts lie: tables that kernels read on the device, filled on the host in one piece.
 
-A forward over prompts of any lengths runs in a shape with some room: unused prompts have no tokens, and the tokens
-behind the last prompt form one more sequence, whose results go nowhere.
+A forward over prompts of any lengths runs in a shape with some room. Packed, unused prompts have no tokens, and the
+tokens behind the last prompt form one more sequence, whose results go nowhere. In a rectangle every prompt has as many
+tokens as the longest may have, and those behind its own form such a sequence: no table is needed to find a prompt.
 """
 
 from __future__ import annotations
@@ -29,17 +30,19 @@ class PrefillShape:
         longest: the most new tokens that a prompt may have.
         num_keys: the most tokens that all sequences may have, cached ones included; 0: no prompt goes on from a
             state of its own.
+        rectangle: whether prompt n begins at token `n * longest`; then T is `B * longest`.
     """
 
     num_tokens: int
     num_prompts: int
     longest: int
     num_keys: int = 0
+    rectangle: bool = False
 
     @property
     def num_sequences(self) -> int:
-        """The prompts and the padding tokens."""
-        return self.num_prompts + 1
+        """The prompts and the padding, which is one sequence, or one behind each prompt."""
+        return 2 * self.num_prompts if self.rectangle else self.num_prompts + 1
 
     @property
     def num_chunks(self) -> int:
@@ -56,15 +59,17 @@ class PrefillTables:
     """The tables of one forward, int32, on the device.
 
     Attributes:
-        cu_seqlens: [S+1], new tokens of each sequence; the last sequence is padding.
+        cu_seqlens: [S+1], new tokens of each sequence, padding among them.
         prompts: [S], places in the prompt pool, PAD for padding. cached_lens: [S], tokens that each holds already.
         chunks: [C, 2], sequence and number of each chunk of `CHUNK` tokens; what is left over lies past every end.
         chunk_starts: [S+1], the first chunk of each sequence.
         page_rows: [T], the row of the paged cache (page * page_size + place) where each token's keys go; PAD for none.
         cu_keys: [S+1], tokens of each sequence, cached ones included, packed.
         key_pages: [P, 3], page, first packed row and number of rows of each piece of the keys; page PAD for zeros.
-        prompt_rows: [B+1], 0 to B: bounds of a batch with one row per prompt.
-        longest: the most new tokens of a sequence. num_keys: rows of the packed keys; 0: nothing is cached.
+        prompt_rows: [S+1], bounds of the sequences in a batch with one row per prompt.
+        num_prompts: B. longest: the most new tokens of a sequence.
+        num_keys: rows of the packed keys; 0: nothing is cached.
+        rectangle: whether prompt n begins at token `n * longest`.
     """
 
     cu_seqlens: Tensor
@@ -76,13 +81,10 @@ class PrefillTables:
     cu_keys: Tensor
     key_pages: Tensor
     prompt_rows: Tensor
+    num_prompts: int
     longest: int
     num_keys: int
-
-    @property
-    def num_prompts(self) -> int:
-        """Sequences without the last one."""
-        return self.prompts.shape[0] - 1
+    rectangle: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ class TableLayout:
             "chunk_starts": S + 1,
             "cu_keys": S + 1,
             "key_pages": 3 * shape.num_key_pages(page_size),
-            "prompt_rows": B + 1,
+            "prompt_rows": S + 1,
         }
         self.places: dict[str, tuple[int, int]] = {}
         self.size = 0
@@ -146,7 +148,14 @@ class TableLayout:
         }
         parts["chunks"] = parts["chunks"].view(-1, 2)
         parts["key_pages"] = parts["key_pages"].view(-1, 3)
-        return PrefillTables(**parts, longest=self.shape.longest, num_keys=self.shape.num_keys)
+        shape = self.shape
+        return PrefillTables(
+            **parts,
+            num_prompts=shape.num_prompts,
+            longest=shape.longest,
+            num_keys=shape.num_keys,
+            rectangle=shape.rectangle,
+        )
 
     def host(self, prompts: Sequence[NewTokens], *, pin: bool = False) -> Tensor:
         """The buffer of these prompts, on the host.
@@ -163,49 +172,60 @@ class TableLayout:
             self.part(numbers, name) for name in ("token_ids", "positions", "page_rows")
         )
         page_rows[:] = -1
-        lengths = [len(prompt.token_ids) for prompt in prompts]
-        lengths += [0] * (shape.num_prompts - len(prompts))
-        lengths.append(shape.num_tokens - sum(lengths))
-        cached = [prompt.cached for prompt in prompts]
-        cached += [0] * (shape.num_sequences - len(cached))
+        # Which prompt each sequence is (None: padding), and its new tokens.
+        used: list[NewTokens | None] = [*prompts, *[None] * (shape.num_prompts - len(prompts))]
+        counts = [0 if prompt is None else len(prompt.token_ids) for prompt in used]
+        if shape.rectangle:
+            sequences = [x for prompt in used for x in (prompt, None)]
+            lengths = [n for count in counts for n in (count, shape.longest - count)]
+        else:
+            sequences, lengths = [*used, None], [*counts, shape.num_tokens - sum(counts)]
+        cu_seqlens = np.cumsum([0, *lengths])
+        cached = [0 if prompt is None else prompt.cached for prompt in sequences]
         places = self.part(numbers, "prompts")
-        places[:] = -1
-        last_rows = self.part(numbers, "last_rows")
-        row = 0
-        for i, prompt in enumerate(prompts):
-            rows = slice(row, row + lengths[i])
-            own = np.arange(prompt.cached, prompt.cached + lengths[i], dtype=np.int32)
+        places[:] = [-1 if prompt is None else prompt.place for prompt in sequences]
+        asked = []
+        for row, prompt in zip(cu_seqlens.tolist(), sequences):
+            if prompt is None:
+                continue
+            rows = slice(row, row + len(prompt.token_ids))
+            own = np.arange(prompt.cached, prompt.cached + len(prompt.token_ids), dtype=np.int32)
             token_ids[rows] = prompt.token_ids
             positions[rows] = own
             if len(prompt.pages):
                 pages = np.asarray(prompt.pages, dtype=np.int32)
                 page_rows[rows] = pages[own // page_size] * page_size + own % page_size
-            places[i] = prompt.place
-            row += lengths[i]
-            last_rows[i] = max(row - 1, 0)
-        cu_seqlens = np.cumsum([0, *lengths])
+            asked.append(max(rows.stop - 1, 0))
+        self.part(numbers, "last_rows")[: len(asked)] = asked
         self.part(numbers, "cu_seqlens")[:] = cu_seqlens
         self.part(numbers, "cached_lens")[:] = cached
-        self.part(numbers, "prompt_rows")[:] = np.arange(shape.num_prompts + 1)
-        counts = -(-np.asarray(lengths) // CHUNK)
-        starts = np.cumsum([0, *counts])
+        # Every prompt of the shape has a row, used or not; padding has none.
+        every = np.arange(1, len(sequences) + 1)
+        self.part(numbers, "prompt_rows")[1:] = (
+            (every + 1) // 2 if shape.rectangle else np.minimum(every, shape.num_prompts)
+        )
+        num_chunks = -(-np.asarray(lengths) // CHUNK)
+        starts = np.cumsum([0, *num_chunks])
         self.part(numbers, "chunk_starts")[:] = starts
         chunks = self.part(numbers, "chunks").reshape(-1, 2)
-        chunks[:] = (shape.num_prompts, BEHIND)
-        chunks[: starts[-1], 0] = np.repeat(np.arange(len(counts)), counts)
-        chunks[: starts[-1], 1] = np.arange(starts[-1]) - np.repeat(starts[:-1], counts)
+        chunks[:] = (len(sequences) - 1, BEHIND)
+        chunks[: starts[-1], 0] = np.repeat(np.arange(len(sequences)), num_chunks)
+        chunks[: starts[-1], 1] = np.arange(starts[-1]) - np.repeat(starts[:-1], num_chunks)
         cu_keys = np.cumsum([0, *(a + b for a, b in zip(lengths, cached))])
         self.part(numbers, "cu_keys")[:] = cu_keys
         if shape.num_keys:
             pieces = [
-                (prompt.pages[i] if len(prompt.pages) else -1, cu_keys[n] + i * page_size, page_size)
-                for n, prompt in enumerate(prompts)
-                for i in range(-(-int(cu_keys[n + 1] - cu_keys[n]) // page_size))
+                (
+                    -1 if prompt is None or not len(prompt.pages) else prompt.pages[i],
+                    first + i * page_size,
+                    page_size,
+                )
+                for prompt, first, end in zip(sequences, cu_keys.tolist(), cu_keys[1:].tolist())
+                for i in range(-(-(end - first) // page_size))
             ]
-            pieces += [(-1, at, page_size) for at in range(cu_keys[-2], cu_keys[-1], page_size)]
-            key_pages = self.part(numbers, "key_pages").reshape(-1, 3)
             if pieces:
+                key_pages = self.part(numbers, "key_pages").reshape(-1, 3)
                 key_pages[: len(pieces)] = pieces
-                ends = np.repeat(cu_keys[1:], [-(-int(n) // page_size) for n in np.diff(cu_keys)])
+                ends = np.repeat(cu_keys[1:], -(-np.diff(cu_keys) // page_size))
                 key_pages[: len(pieces), 2] = np.minimum(page_size, ends - key_pages[: len(pieces), 1])
         return host

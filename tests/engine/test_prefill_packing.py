@@ -108,6 +108,7 @@ def test_a_forward_that_cannot_be_captured_runs_as_it_is(path: Path) -> None:
 
 
 def test_buckets_cost_little() -> None:
+    assert bucket(1) == 64
     for tokens in (*range(1, 3000), 4096, 5000, 5120, 5121, 16384, 20480, 20481):
         padded = bucket(tokens)
         assert padded >= tokens
@@ -123,7 +124,9 @@ def test_buckets_cost_little() -> None:
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        (PrefillShape(70, 1, 70), PrefillShape(96, 4, 96)),
+        (PrefillShape(70, 1, 70), PrefillShape(96, 1, 96, rectangle=True)),
+        (PrefillShape(70, 2, 40), PrefillShape(96, 4, 96)),
+        (PrefillShape(4 * 5120 - 9, 4, 5120), PrefillShape(20480, 4, 5120, rectangle=True)),
         (PrefillShape(5120, 4, 2000), PrefillShape(5120, 4, 5120)),
         (PrefillShape(5120, 5, 2000), PrefillShape(5120, 16, 2048)),
         (PrefillShape(512, 1, 512, 5120), PrefillShape(512, 4, 512, FEW_KEYS)),
@@ -141,9 +144,9 @@ def test_a_warm_engine_captures_nothing_more(path: Path) -> None:
     config = EngineConfig(warm_up_tokens=300, warm_up_requests=4, warm_up_beams=12, max_batch_tokens=300)
     assert warm_up(engine.runner, config, len(SIZES)) > 0
     captures = prefill.num_captures, decode.num_captures
-    assert captures[0] == len(list(prefill_shapes(config))) == len(buckets_up_to(300))
+    assert captures[0] == len(list(prefill_shapes(config))) == 2 * len(buckets_up_to(300))
     assert captures[1] == len(decode_shapes(config, len(SIZES)))
-    for lengths in ((70,), (30, 60, 20), (90, 90, 3, 60), (1, 1)):
+    for lengths in ((70,), (30, 60, 20), (90, 90, 3, 60), (1, 1), (300,)):
         # Twelve beams are more than the first level has codes: the later levels alone are as wide.
         engine.generate(requests(*lengths), BeamParams(beam_width_array=(6, 12, 12)))
     assert prefill.num_captures == captures[0]

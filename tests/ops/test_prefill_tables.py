@@ -29,6 +29,7 @@ def test_prompts_stand_side_by_side_and_padding_behind_them(padding: int, spare:
     ends = [70, 79, 143, *[143] * spare, 143 + padding]
     assert tables.cu_seqlens.tolist() == [0, *ends]
     assert tables.prompts.tolist() == [3, 1, 0, *[-1] * (spare + 1)]
+    assert tables.prompt_rows.tolist() == [0, *range(1, 4 + spare), 3 + spare]
     assert tables.cached_lens.tolist() == [0, 32, 0, *[0] * (spare + 1)]
     assert layout.part(flat, "last_rows").tolist() == [69, 78, 142, *[0] * spare]
     assert layout.part(flat, "token_ids").tolist()[70:79] == list(range(100, 109))
@@ -70,3 +71,20 @@ def test_the_largest_batches_of_a_shape_fit_into_its_tables() -> None:
     tables = layout.tables(layout.host(prompts))
     assert int(tables.chunk_starts[-1]) == 9 <= len(tables.chunks)
     assert sum(1 for piece in tables.key_pages.tolist() if piece[2]) == 25 <= len(tables.key_pages)
+
+
+def test_in_a_rectangle_every_prompt_begins_at_its_own_row() -> None:
+    prompts = [prompt(70, 0, 3, list(range(20, 25))), prompt(9, 0, 1, [7, 8, 9])]
+    layout = TableLayout(PrefillShape(3 * 96, 3, 96, rectangle=True), PAGE)
+    flat = layout.host(prompts)
+    tables = layout.tables(flat)
+    assert tables.rectangle
+    assert tables.cu_seqlens.tolist() == [0, 70, 96, 105, 192, 192, 288]
+    assert tables.prompts.tolist() == [3, -1, 1, -1, -1, -1]
+    assert tables.prompt_rows.tolist() == [0, 1, 1, 2, 2, 3, 3]
+    assert layout.part(flat, "last_rows").tolist() == [69, 104, 0]
+    assert layout.part(flat, "token_ids").tolist()[96:105] == list(range(100, 109))
+    assert tables.page_rows.tolist()[96:106] == [7 * PAGE + i for i in range(9)] + [-1]
+    counts = [2, 1, 1, 2, 0, 2]
+    assert tables.chunk_starts.tolist() == [0, *np.cumsum(counts).tolist()]
+    assert len(tables.chunks) >= sum(counts)

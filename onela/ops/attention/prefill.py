@@ -1,7 +1,8 @@
 """Causal attention of packed prompts on a GPU, by the kernels that torch brings: cuDNN's, or flash attention's.
 
-New keys go to their pages in one launch. When every prompt is new, attention reads the packed keys as they are;
-otherwise the prompts' keys, cached and new, are first brought together from their pages.
+New keys go to their pages in one launch. When every prompt is new, attention reads the keys as they are: cuDNN's where
+the prompts form a rectangle, flash attention where they are packed. Otherwise the prompts' keys, cached and new, are
+first brought together from their pages, and flash attention reads those.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from onela.ops._checks import check_float, check_groups, check_index
 from onela.ops.attention._prefill_kernel import gather_pages_kernel, write_pages_kernel
@@ -21,8 +24,8 @@ from onela.ops.prefill_tables import PrefillTables
 
 logger = logging.getLogger(__name__)
 HALVES = (torch.bfloat16, torch.float16)
-_refused: set[tuple[object, ...]] = set()
-"""Cases that cuDNN has refused: there it is not asked again."""
+_refused: dict[tuple[object, ...], str] = {}
+"""Heads that cuDNN has refused, and why."""
 
 
 def supports(q: Tensor, k_cache: Tensor) -> bool:
@@ -63,19 +66,19 @@ def prefill_attention_packed(
     check_float("v_cache", v_cache, *k_cache.shape)
     check_index("page_rows", tables.page_rows, T)
     k, v = (x if x.stride(-1) == 1 and x.stride(1) == D else x.contiguous() for x in (k, v))
-    v = write_pages(k, v, k_cache, v_cache, tables, pack=not tables.num_keys)
+    v = write_pages(k, v, k_cache, v_cache, tables, pack=tables.rectangle and not tables.num_keys)
     keys, values, cu_keys, longest_keys = k, v, tables.cu_seqlens, tables.longest
     if tables.num_keys:
         keys, values = gather_pages(k_cache, v_cache, tables)
         cu_keys, longest_keys = tables.cu_keys, tables.num_keys
     scale = D**-0.5 if scale is None else scale
     if last_only:
-        bounds = cu_keys[: tables.num_prompts + 1]
-        return flash_attention(q, keys, values, tables.prompt_rows, bounds, 1, longest_keys, scale)
-    if not tables.num_keys:
-        o = cudnn_attention(q, keys, values, tables.cu_seqlens, tables.longest, scale)
-        if o is not None:
-            return o
+        return flash_attention(q, keys, values, tables.prompt_rows, cu_keys, 1, longest_keys, scale)
+    if tables.rectangle and not tables.num_keys and refused(q, k) is None:
+        try:
+            return dense_attention(q, keys, values, tables.num_prompts, scale)
+        except RuntimeError as error:
+            refuse(q, k, error)
     return flash_attention(q, keys, values, tables.cu_seqlens, cu_keys, tables.longest, longest_keys, scale)
 
 
@@ -108,27 +111,39 @@ def gather_pages(k_cache: Tensor, v_cache: Tensor, tables: PrefillTables) -> tup
     return keys, values
 
 
-def cudnn_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float
-) -> Tensor | None:
-    """Causal attention of sequences that begin here, by cuDNN; None where it does not take them.
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, num_prompts: int, scale: float) -> Tensor:
+    """Causal attention of prompts that have as many rows each and begin here, by cuDNN.
+
+    A token sees none behind it, so it does not matter which rows at a prompt's end are padding.
 
     Args:
-        q: [T, HQ, D]; k, v: [T, HKV, D]; cu_seqlens: [S+1] int32; longest: most tokens of a sequence.
+        q: [B * L, HQ, D]; k, v: [B * L, HKV, D]. num_prompts: B.
+    Raises:
+        RuntimeError: cuDNN does not take these.
     """
-    case = (q.shape[1:], k.shape[1:], q.dtype, q.device)
-    if case in _refused or torch.cuda.get_device_capability(q.device)[0] < 9:
-        return None
-    try:
-        result = torch.ops.aten._cudnn_attention_forward(
-            q.contiguous(), k.contiguous(), v.contiguous(), None, cu_seqlens, cu_seqlens, longest, longest,
-            True, 0.0, True, False, scale=scale,
-        )  # fmt: skip
-    except (RuntimeError, TypeError) as error:
-        logger.info("attention of prompts runs without cuDNN: %s", str(error).splitlines()[0])
-        _refused.add(case)
-        return None
-    return result[0]
+    rows = (x.unflatten(0, (num_prompts, -1)).transpose(1, 2) for x in (q, k, v))
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        o = F.scaled_dot_product_attention(
+            *rows, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+    return o.transpose(1, 2).reshape(q.shape)
+
+
+def refused(q: Tensor, k: Tensor) -> str | None:
+    """Why cuDNN does not take these heads; None when it does, or has not been asked."""
+    if torch.cuda.get_device_capability(q.device)[0] < 9:
+        return "before Hopper flash attention is as fast"
+    return _refused.get(_case(q, k))
+
+
+def refuse(q: Tensor, k: Tensor, error: Exception) -> None:
+    """Note that cuDNN does not take these heads: it is not asked again."""
+    _refused[_case(q, k)] = str(error)
+    logger.info("attention of prompts runs without cuDNN: %s", str(error).splitlines()[0])
+
+
+def _case(q: Tensor, k: Tensor) -> tuple[object, ...]:
+    return q.shape[1:], k.shape[1:], q.dtype, q.device
 
 
 @lru_cache(maxsize=1)

@@ -52,24 +52,43 @@ def pages_of(prompts: Sequence[tuple[int, int]]) -> list[list[int]]:
     return [[order.pop() for _ in range(count)] for count in counts]
 
 
-def tables_of(prompts: Sequence[tuple[int, int]], padding: int, device: torch.device) -> PrefillTables:
+def shape_of(prompts: Sequence[tuple[int, int]], padding: int, rectangle: bool) -> PrefillShape:
     longest = max(padding, *(new for new, _ in prompts))
+    if rectangle:
+        return PrefillShape(
+            (longest + padding) * len(prompts), len(prompts), longest + padding, rectangle=True
+        )
     keys = sum(map(sum, prompts)) + padding if any(cached for _, cached in prompts) else 0
-    shape = PrefillShape(sum(new for new, _ in prompts) + padding, len(prompts) + 2, longest, keys)
+    return PrefillShape(sum(new for new, _ in prompts) + padding, len(prompts) + 2, longest, keys)
+
+
+def tables_of(
+    prompts: Sequence[tuple[int, int]], shape: PrefillShape, device: torch.device
+) -> tuple[PrefillTables, Tensor]:
+    """The tables, and the rows of the prompts' tokens."""
     layout = TableLayout(shape, PAGE)
     tokens = [
         NewTokens(np.zeros(new, np.int32), cached, i, pages)
         for i, ((new, cached), pages) in enumerate(zip(prompts, pages_of(prompts)))
     ]
-    return layout.tables(layout.host(tokens).to(device))
+    tables = layout.tables(layout.host(tokens).to(device))
+    step = 2 if shape.rectangle else 1
+    starts = tables.cu_seqlens.tolist()[::step]
+    rows = [start + i for start, (new, _) in zip(starts, prompts) for i in range(new)]
+    return tables, torch.tensor(rows, device=device)
 
 
-@pytest.mark.parametrize("prompts", PROMPTS, ids=str)
+@pytest.mark.parametrize(
+    ("prompts", "rectangle"),
+    [*((p, False) for p in PROMPTS), (PROMPTS[0], True), (PROMPTS[1], True)],
+    ids=str,
+)
 @pytest.mark.parametrize("heads", [(4, 2, 32), (2, 2, 256), (8, 1, 64)], ids=str)
 @pytest.mark.parametrize("padding", [0, 9])
 @pytest.mark.parametrize("last_only", [False, True])
 def test_padded_prompts_equal_the_reference(
     prompts: list[tuple[int, int]],
+    rectangle: bool,
     heads: tuple[int, int, int],
     padding: int,
     last_only: bool,
@@ -78,20 +97,21 @@ def test_padded_prompts_equal_the_reference(
 ) -> None:
     if device.type == "cpu":
         monkeypatch.setattr(prefill, "flash_attention", flash_by_hand)
-        monkeypatch.setattr(prefill, "cudnn_attention", lambda *_: None)
+        monkeypatch.setattr(prefill, "refused", lambda *_: None)
     HQ, HKV, D = heads
     # The interpreter's bf16 is not numpy's.
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
     generator = torch.Generator().manual_seed(len(prompts))
-    T, B = sum(new for new, _ in prompts), len(prompts)
+    shape, B = shape_of(prompts, padding, rectangle), len(prompts)
+    tables, rows = tables_of(prompts, shape, device)
+    T = shape.num_tokens
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(dtype).to(device)
 
-    wide = random(T + padding, (HQ + 2 * HKV) * D)
+    wide = random(T, (HQ + 2 * HKV) * D)
     q, k, v = wide.split([HQ * D, HKV * D, HKV * D], dim=-1)
-    q, k, v = (x.reshape(T + padding, -1, D) for x in (q, k, v))
-    tables = tables_of(prompts, padding, device)
+    q, k, v = (x.reshape(T, -1, D) for x in (q, k, v))
     pages = pages_of(prompts)
     table = torch.full((B, 8), -1, dtype=torch.int32)
     for row, own in zip(table, pages):
@@ -100,14 +120,15 @@ def test_padded_prompts_equal_the_reference(
     given, expected = [c.clone() for c in caches], [c.clone() for c in caches]
     last = torch.tensor(np.cumsum([new for new, _ in prompts]) - 1, device=device)
     # The rows of unused prompts ask for something too, and get anything.
-    asked = torch.cat([q[last], q[:2].expand(2, -1, -1)]) if last_only else q
+    unused = q[:1].expand(shape.num_prompts - B, -1, -1)
+    asked = torch.cat([q[rows][last], unused]) if last_only else q
     o = prefill.prefill_attention_packed(
         asked, k, v, k_cache=given[0], v_cache=given[1], last_only=last_only, tables=tables
     )
     wanted = prefill_attention_ref(
-        q[last] if last_only else q[:T],
-        k[:T],
-        v[:T],
+        q[rows][last] if last_only else q[rows],
+        k[rows],
+        v[rows],
         k_cache=expected[0],
         v_cache=expected[1],
         page_table=table.to(device),
@@ -117,6 +138,7 @@ def test_padded_prompts_equal_the_reference(
         last_only=last_only,
     )
     assert o.shape == asked.shape
-    torch.testing.assert_close(o[: len(wanted)], wanted, **ATTENTION["bf16"])
+    given_rows = o[:B] if last_only else o[rows]
+    torch.testing.assert_close(given_rows, wanted, **ATTENTION["bf16"])
     for cache, other in zip(given, expected):
         assert torch.equal(cache, other)

@@ -14,7 +14,7 @@ from torch import Tensor
 from onela.errors import ShapeError
 from onela.ops.gated_delta import gated_delta_layer_prefill_ref, gated_delta_prefill, split_state
 from onela.ops.prefill_tables import CHUNK, NewTokens, PrefillShape, PrefillTables, TableLayout
-from tests.tolerances import ROWS
+from tests.tolerances import PREFILL
 
 pytest.importorskip("triton")
 from onela.ops.gated_delta import layer_prefill
@@ -132,10 +132,13 @@ def test_a_padded_layer_equals_the_reference_and_writes_only_its_prompts(
         cached_lens=torch.tensor([prompts[i][1] for i in live], dtype=torch.int32),
     )
     assert o.shape == (T + padding, heads[1], heads[3])
-    torch.testing.assert_close(o[:T], wanted, **ROWS["bf16"])
     states, others = whole(given["recurrent_state"]), whole(expected["recurrent_state"])
-    torch.testing.assert_close(states, others, rtol=2e-2, atol=2e-2, equal_nan=True)
-    untouched = [p for p in range(len(prompts) + 3) if p not in [places_of(prompts)[i] for i in live]]
+    touched = [places_of(prompts)[i] for i in live]
+    for given_part, wanted_part in ((o[:T].float(), wanted.float()), (states[touched], others[touched])):
+        difference, size = given_part - wanted_part, wanted_part.square().mean().sqrt()
+        assert difference.square().mean().sqrt() < PREFILL["mean"] * size
+        assert difference.abs().max() < PREFILL["largest"] * wanted_part.abs().max()
+    untouched = [p for p in range(len(prompts) + 3) if p not in touched]
     assert torch.equal(states[untouched].nan_to_num(7.0), others[untouched].nan_to_num(7.0))
     assert torch.equal(given["conv_state"].nan_to_num(7.0), expected["conv_state"].nan_to_num(7.0))
 
