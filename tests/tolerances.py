@@ -38,5 +38,5 @@ ROWS = {
 bf16 (the interpreter truncates)."""
 
 PREFILL = {"mean": 2**-6, "largest": 2**-4}
-"""The chunked recurrence of 16-bit rows against the reference in fp32, relative to the mean and the largest value: normed
-keys, the chunks' states and their deltas are rounded to 16 bits, and each enters sums over a whole prompt."""
+"""The chunked recurrence of 16-bit rows against the reference in fp32, relative to the mean and the largest value: keys
+after their norm, the chunks' states and their deltas are rounded to 16 bits, and enter sums over a whole prompt."""
