@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from onela.errors import CapacityError
+from onela.ops.gated_delta import split_state
 from onela.ops.indexing import device_tensor
 from onela.state.allocator import ExtentAllocator, PageAllocator
 from onela.state.geometry import AttentionGeometry, GatedDeltaGeometry, LayerGeometry
@@ -194,6 +195,11 @@ class PromptPool:
     def layer(self, index: int, name: str) -> Tensor:
         """`recurrent_state` or `conv_state` of one layer, [num_prompts, ...]."""
         return self.prompt_tensors.tensors[f"{index}.{name}"]
+
+    def write_recurrent_states(self, index: int, prompts: Tensor, states: Tensor) -> None:
+        """Keep [B, HV, V, K] states of one layer at these places."""
+        kept = self.layer(index, "recurrent_state")
+        kept[prompts] = split_state(states.to(torch.float32)) if self.split_states else states.to(kept.dtype)
 
     @property
     def generation(self) -> tuple[int, ...]:

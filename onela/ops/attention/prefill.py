@@ -121,10 +121,10 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, num_prompts: int, scale: fl
     Raises:
         RuntimeError: cuDNN does not take these.
     """
-    rows = (x.unflatten(0, (num_prompts, -1)).transpose(1, 2) for x in (q, k, v))
+    q_rows, k_rows, v_rows = (x.unflatten(0, (num_prompts, -1)).transpose(1, 2) for x in (q, k, v))
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         o = F.scaled_dot_product_attention(
-            *rows, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            q_rows, k_rows, v_rows, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
     return o.transpose(1, 2).reshape(q.shape)
 
