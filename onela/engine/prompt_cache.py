@@ -147,6 +147,11 @@ class PromptCache:
         request.stops = self._boundaries(request, prompt.num_tokens)
         return prompt
 
+    def known_tokens(self, request: ActiveRequest) -> int:
+        """Tokens of the longest kept prefix of a prompt."""
+        entry = self._find(request)
+        return 0 if entry is None else entry.num_tokens
+
     def store(self, request: ActiveRequest) -> None:
         """Keep the state of a prompt that stands at one of its stops, if there is memory for a copy of it."""
         prompt = request.prompt

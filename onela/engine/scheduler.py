@@ -170,6 +170,8 @@ class Scheduler:
                 budget = self._take_chunk(batch, request, budget)
         while budget and self.waiting:
             request = self._next()
+            if batch.prefill and budget < self._new_tokens(request) <= self.config.max_batch_tokens:
+                break  # the next step has room for all of it: two pieces cost more than one
             try:
                 if not self._admit(request):
                     break
@@ -213,6 +215,11 @@ class Scheduler:
         if not batch.decode or beside is None:
             return self.config.max_batch_tokens
         return min(beside, self.config.max_batch_tokens)
+
+    def _new_tokens(self, request: ActiveRequest) -> int:
+        """Prompt tokens of a waiting request that have to be run, as things stand."""
+        known = 0 if self.cache is None else self.cache.known_tokens(request)
+        return len(request.prompt_token_ids) - known
 
     def _next(self) -> ActiveRequest:
         """Whose turn it is among those who wait."""

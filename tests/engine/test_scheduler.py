@@ -190,6 +190,30 @@ def test_a_long_prompt_is_prefilled_in_pieces_beside_decode() -> None:
         assert answer(request.outcome) == answer(alone(request.request, request.params))
 
 
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_prompt_that_fits_into_the_next_step_is_not_cut(cached: bool) -> None:
+    options = {"prompt_cache_bytes": 1 << 20, "prompt_cache_interval": 4, "prompt_cache_tail": 1}
+    engine = fake_engine(max_batch_tokens=16, page_size=4, **(options if cached else {}))
+    if cached:
+        engine.generate([Request(prompt_token_ids=prompt_of(13))], BeamParams(beam_width=4))
+    lengths = []
+    schedule = engine.scheduler.schedule
+
+    def watched(**given: Any) -> Any:
+        batch = schedule(**given)
+        lengths.append([chunk.end - chunk.start for chunk in batch.prefill])
+        return batch
+
+    engine.scheduler.schedule = watched  # type: ignore[method-assign]
+    for seed, length in ((1, 9), (0, 13), (2, 40)):
+        engine.submit(Request(prompt_token_ids=prompt_of(length, seed)), BeamParams(beam_width=4))
+    run(engine)
+    # The third one is cut anyway, and takes what is left. Of the second all but one token may be known.
+    assert lengths[0] == ([8, 1, 7] if cached else [9])
+    if not cached:
+        assert lengths[1:5] == [[13, 3], [16], [16], [5]]
+
+
 def test_those_who_decode_end_before_the_next_prompts_when_no_tokens_may_run_beside_them() -> None:
     engine = fake_engine(max_tokens_beside_decode=0)
     requests = [engine.submit(Request(prompt_token_ids=prompt_of(9)), BeamParams(beam_width=4))]
