@@ -1,9 +1,10 @@
 """Whether the answer of `onela capacity` is true: as many requests as fit are held and decoded, 5 % more are not.
 
 A model of Qwen3.5-0.8B's shape gets an engine whose limits are those of the answer, its pools allocated at the start.
-All requests are prefilled before the first decode step, so that all of them are held at once; then they are decoded.
-Then the same is tried with 5 % more requests, which must end in `OutOfMemoryError`. On a GPU the memory of the process
-is cut to `--memory`.
+All requests are admitted before the first decode step, so that all of them are held at once; then they are decoded.
+Only the first prompts are run, as many as fill one forward; the states of the others are random numbers. Then the same
+is tried with 5 % more requests, which must end in `OutOfMemoryError`. On a GPU the memory of the process is cut to
+`--memory`.
 
     python bench/capacity.py [--memory 139GiB] [--arms replay full_state_copy]
 """
@@ -52,11 +53,14 @@ def make_engine(
 
 
 def hold_and_decode(engine: Engine, size: RequestSize, count: int, width: int) -> tuple[int, int]:
-    """Prefill all requests, then decode all; the most that were held at a time, and how many were answered."""
+    """Hold all requests, then decode them; the most that were held at a time, and how many were answered."""
     generator = torch.Generator().manual_seed(count)
     tokens = torch.randint(0, 64, (count, size.prompt_tokens), generator=generator).tolist()
     active = [engine.prepare(Request(prompt_token_ids=row), BeamParams(beam_width=width)) for row in tokens]
-    held = 0
+    held, last = 0, torch.empty(0)
+    pools = (engine.state.prompts.prompt_tensors, engine.state.prompts.page_tensors)
+    for tensor in [tensor for pool in pools for tensor in pool.tensors.values()]:
+        tensor.normal_(0, 0.1)
     with torch.inference_mode():
         for request in active:
             engine.scheduler.add(request)
@@ -65,7 +69,15 @@ def hold_and_decode(engine: Engine, size: RequestSize, count: int, width: int) -
             if not prefill:
                 break
             batch = Batch(prefill=prefill)
-            for request, beams in zip(batch.requests, engine._select(batch, engine.runner.prefill(prefill))):
+            if not held:
+                hidden = engine.runner.prefill(prefill)
+            else:
+                for chunk in prefill:
+                    assert chunk.request.prompt is not None
+                    engine.state.prompts.extend(chunk.request.prompt, chunk.end - chunk.start)
+                hidden = [last for chunk in prefill if chunk.completes]
+            last = hidden[0] if hidden else last
+            for request, beams in zip(batch.requests, engine._select(batch, hidden)):
                 request.advance(beams)
             held = max(held, len(engine.scheduler.running))
         while engine.scheduler.has_work:

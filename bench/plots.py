@@ -8,33 +8,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("svg")
-import matplotlib.pyplot as plt
-
 from bench.report import read_results
+from onela.bench.figures import COLOURS, LABELS, log_axes, pyplot
 from onela.state.capacity import Workload, own_capacity
 from onela.state.geometry import GatedDeltaGeometry
 
 FIGURES = Path(__file__).parent.parent / "docs" / "figures"
-LABELS = {
-    "replay": "OneLA",
-    "full_state_copy": "full state per beam",
-    "full_state_read_parent": "full state, reading the parent",
-    "replay_ssm": "ReplaySSM",
-    "replay_ssm_shared": "ReplaySSM, shared checkpoint",
-    "transformers": "transformers.generate",
-}
 CROSSOVER_ARMS = ("full_state_copy", "full_state_read_parent", "replay_ssm", "replay_ssm_shared", "replay")
-COLOURS = {
-    "replay": "#0b6e4f",
-    "full_state_copy": "#c1440e",
-    "replay_ssm": "#d9a441",
-    "transformers": "#4a4e69",
-    "full_state_read_parent": "#e08e79",
-    "replay_ssm_shared": "#8a817c",
-}
 
 
 def draw_memory(axes: Any) -> None:
@@ -48,7 +28,7 @@ def draw_memory(axes: Any) -> None:
         ]
         gibibytes = [line.persistent / 2**30 for line in lines]
         axes.plot(widths, gibibytes, marker="o", label=LABELS[arm], color=COLOURS[arm])
-    log_axes(axes, widths[::2], "GiB", "State of one request, 18 layers")
+    log_axes(axes, widths[::2], "beams", "GiB", "State of one request, 18 layers")
 
 
 def draw_time(axes: Any, rows: list[dict[str, Any]]) -> None:
@@ -58,7 +38,7 @@ def draw_time(axes: Any, rows: list[dict[str, Any]]) -> None:
         points = sorted((row["case"]["beam_width"], row["value"]) for row in rows if row["arm"] == arm)
         if points:
             axes.plot(*zip(*points), marker="o", label=LABELS[arm], color=COLOURS[arm])
-    log_axes(axes, [32, 128, 512], "seconds", "A request on two CPU cores")
+    log_axes(axes, [32, 128, 512], "beams", "seconds", "A request on two CPU cores")
 
 
 def draw_decode(axes: Any, rows: list[dict[str, Any]]) -> None:
@@ -127,19 +107,8 @@ def draw_state_by_length(axes: Any) -> None:
     axes.grid(True, which="major", alpha=0.3)
 
 
-def log_axes(axes: Any, ticks: list[int], unit: str, title: str) -> None:
-    """Logarithmic axes whose ticks are plain numbers."""
-    axes.set(xscale="log", yscale="log", xlabel="beams", ylabel=unit, title=title)
-    axes.minorticks_off()
-    axes.set_xticks(ticks, [str(tick) for tick in ticks])
-    axes.grid(True, which="major", alpha=0.3)
-
-
 def main() -> None:
-    # Fixed ids and no date: the same lines give the same file.
-    plt.rcParams.update(
-        {"svg.hashsalt": "onela", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
-    )
+    plt = pyplot()
     rows = read_results()
     FIGURES.mkdir(parents=True, exist_ok=True)
     figure, panels = plt.subplots(1, 3, figsize=(12, 3.4), layout="constrained")

@@ -31,6 +31,10 @@ COMMANDS = {
         "verify:verify",
         "Run all backends on a checkpoint and print the largest difference; exit code 1 above the tolerance.",
     ),
+    "bench": (
+        "bench:bench",
+        "Measure operator, decode and memory with every backend on this machine, and write a report.",
+    ),
     "evaluate": (
         "evaluate:evaluate_command",
         "Measure recall, NDCG, hit rate, legality and coverage on held-out interactions.",
