@@ -37,11 +37,6 @@ MODELS = {"hybrid": TINY, "recurrent last": TINY | {"num_hidden_layers": 3}, "qw
 LENGTHS = (3, 70, 130, 64, 1, 300)
 
 
-@pytest.fixture(autouse=True)
-def _fla() -> None:
-    pytest.importorskip("fla.ops")
-
-
 def pair(name: str) -> tuple[Engine, Engine]:
     """An engine over fp32 weights, and one over the same in bf16."""
     device = torch.device("cuda")

@@ -17,7 +17,7 @@ from onela.ops.prefill_tables import CHUNK, NewTokens, PrefillShape, PrefillTabl
 from tests.tolerances import PREFILL
 
 pytest.importorskip("triton")
-from onela.ops.gated_delta import layer_prefill
+from onela.ops.gated_delta import chunk_fla, layer_prefill
 
 # Triton's interpreter turns scalars into loop bounds in a way that numpy 1.25 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
@@ -101,7 +101,7 @@ def whole(states: Tensor) -> Tensor:
 @pytest.mark.parametrize("prompts", PROMPTS, ids=str)
 @pytest.mark.parametrize("heads", [(2, 4, 32, 16), (1, 1, 16, 32)], ids=str)
 @pytest.mark.parametrize(("padding", "split"), [(0, False), (5, True), (70, True)])
-@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("own", [True, False], ids=["triton", "fla"])
 def test_a_padded_layer_equals_the_reference_and_writes_only_its_prompts(
     prompts: list[tuple[int, int]],
     heads: tuple[int, int, int, int],
@@ -111,14 +111,14 @@ def test_a_padded_layer_equals_the_reference_and_writes_only_its_prompts(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(layer_prefill, "OWN", own)
+    monkeypatch.setattr(layer_prefill, "takes", lambda *_: own)
     # The interpreter rounds to bf16 by cutting off.
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
-    if device.type == "cuda" and layer_prefill.chunked_kernels() is None:
+    if device.type == "cuda" and not own and chunk_fla.chunked_kernels() is None:
         pytest.skip("fla-core is not installed")
     if device.type == "cpu":
-        monkeypatch.setattr(layer_prefill, "chunked_rule", rule_by_reference)
-        monkeypatch.setattr(layer_prefill, "tune", lambda *_: None)
+        monkeypatch.setattr(chunk_fla, "chunked_rule", rule_by_reference)
+        monkeypatch.setattr(chunk_fla, "tune", lambda *_: None)
     given = layer(prompts, heads, dtype, device, padding=padding, split=split)
     expected = {name: tensor.clone() for name, tensor in given.items()}
     tables = tables_of(prompts, padding, 2, device)
