@@ -199,3 +199,22 @@ def test_what_cannot_be_captured_runs_all_the_same(caplog: pytest.LogCaptureFixt
     assert engine.runner.prefill_graphs is not None
     assert engine.runner.prefill_graphs.failure is not None
     assert caplog.text.count("prefill runs without CUDA graphs") == 1
+
+
+def test_a_warm_engine_captures_nothing_while_it_answers() -> None:
+    _, engine = pair("hybrid")
+    config = EngineConfig(warm_up_tokens=160, warm_up_requests=2, warm_up_beams=16, max_batch_tokens=160)
+    warm = Engine(engine.model, VOCABULARY, config=config)
+    graphs = captured(warm)
+    assert warm.runner.graphs is not None
+    counts = graphs.num_captures, warm.runner.graphs.num_captures
+    assert counts[0] >= 8
+    params = BeamParams(beam_width_array=(16, 16))
+    requests = [Request(prompt_token_ids=random_prompt(n, seed=n)) for n in (70, 90, 150)]
+    together, alone = warm.generate(requests[:2], params), warm.generate(requests[2:], params)
+    assert (captured(warm).num_captures, warm.runner.graphs.num_captures) == counts
+    for given, wanted in zip([*together, *alone], engine.generate(requests, params)):
+        scores = {item.sid: item.cum_logprob for item in wanted.items}
+        same = [item for item in given.items if item.sid in scores]
+        assert len(same) >= 12
+        assert max(abs(item.cum_logprob - scores[item.sid]) for item in same) < 0.3
