@@ -16,9 +16,22 @@ from onela.items.readers import READERS
 
 catalog_app = typer.Typer(help="Check, inspect and convert item catalogues.", no_args_is_help=True)
 
-Source = Annotated[Path, typer.Argument(help="Catalogue: JSONL, parquet or a saved one.")]
+Source = Annotated[Path, typer.Argument(help="Catalogue in any known format.")]
 ModelOption = Annotated[
     Path | None, typer.Option("--model", help="Checkpoint whose tokenizer names the SID tokens.")
+]
+FormatOption = Annotated[str, typer.Option("--format", help=f"auto, {', '.join(READERS)}.")]
+RadixOption = Annotated[
+    int | None,
+    typer.Option("--radix", min=2, help="Packed keys: codes per level; default: the codebook size."),
+]
+LevelsOption = Annotated[int | None, typer.Option("--num-levels", min=1, help="Packed keys: codes per key.")]
+InfoOption = Annotated[
+    Path | None, typer.Option("--info", help="MiniOneRec: the info.txt beside index.json.")
+]
+KeepBestOption = Annotated[
+    bool,
+    typer.Option("--keep-best", help="An item given twice keeps its heaviest SID instead of failing."),
 ]
 
 
@@ -27,10 +40,23 @@ def check(
     source: Source,
     model: ModelOption = None,
     vocabulary: VocabularyOption = None,
+    source_format: FormatOption = "auto",
+    radix: RadixOption = None,
+    num_levels: LevelsOption = None,
+    info: InfoOption = None,
+    keep_best: KeepBestOption = False,
     json_output: JsonOption = False,
 ) -> None:
     """Load a catalogue, report every count, and fail on the first malformed line."""
-    catalog = ItemCatalog.load(source, vocabulary=_vocabulary(model, vocabulary))
+    catalog = ItemCatalog.load(
+        source,
+        vocabulary=_vocabulary(model, vocabulary),
+        format=source_format,
+        num_levels=num_levels,
+        radix=radix,
+        info=info,
+        duplicates="best" if keep_best else "error",
+    )
     facts = {
         "items": catalog.num_items,
         "sids": catalog.num_sids,
@@ -72,22 +98,17 @@ def inspect(
 
 @catalog_app.command("convert")
 def convert(
-    source: Annotated[Path, typer.Argument(help="Catalogue in any known format.")],
+    source: Source,
     target: Annotated[
         Path, typer.Argument(help="*.jsonl, *.parquet, or a directory that loads memory-mapped.")
     ],
     model: ModelOption = None,
     vocabulary: VocabularyOption = None,
-    source_format: Annotated[str, typer.Option("--format", help=f"auto, {', '.join(READERS)}.")] = "auto",
-    radix: Annotated[
-        int | None, typer.Option(min=2, help="Packed keys: codes per level; default: the codebook size.")
-    ] = None,
-    num_levels: Annotated[int | None, typer.Option(min=1, help="Packed keys: codes per key.")] = None,
-    info: Annotated[Path | None, typer.Option(help="MiniOneRec: the info.txt beside index.json.")] = None,
-    keep_best: Annotated[
-        bool,
-        typer.Option("--keep-best", help="An item given twice keeps its heaviest SID instead of failing."),
-    ] = False,
+    source_format: FormatOption = "auto",
+    radix: RadixOption = None,
+    num_levels: LevelsOption = None,
+    info: InfoOption = None,
+    keep_best: KeepBestOption = False,
     json_output: JsonOption = False,
 ) -> None:
     """Read a catalogue in any known format and write it in one of ours."""

@@ -38,7 +38,7 @@ from onela.errors import (
     UnavailableError,
 )
 from onela.items import ItemCatalog, SidVocabulary
-from onela.models import CausalLM, load_model
+from onela.models import CausalLM, load_model, read_model_config
 from onela.state import (
     REPLAYING,
     BeamTree,
@@ -187,6 +187,8 @@ class Engine:
         """
         config = EngineConfig.from_env(**options)
         device = resolve_device(config.device)
+        # Whether the model can be run at all, before its words are looked at.
+        read_model_config(path)
         tokenizer = load_tokenizer(path)
         if vocabulary is None:
             if tokenizer is None:

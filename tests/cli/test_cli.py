@@ -177,6 +177,15 @@ def test_catalog_check(files: dict[str, str], tmp_path: Path) -> None:
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"item_id": 1, "sid": [0, 0, 0]}\n{"item_id": 2, "sid": [0, 0]}\n')
     assert "line 2" in run("catalog", "check", str(broken), code=2).stderr
+    options = ["--format", "nvidia", "--vocabulary", files["vocabulary.json"]]
+    assert "field" in run("catalog", "check", files["items.jsonl"], *options, code=2).stderr
+
+
+def test_a_model_that_is_not_known_is_named_first(tmp_path: Path) -> None:
+    """Whatever else may be missing: those that are known are what the user has to see."""
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    done = run("recommend", str(tmp_path), "--tokens", "1", "--device", "cpu", code=2)
+    assert done.stderr.startswith("onela: config.json: model_type 'llama' is none of qwen3, qwen3_5,")
 
 
 def test_catalog_convert(files: dict[str, str], tmp_path: Path) -> None:
