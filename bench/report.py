@@ -2,7 +2,8 @@
 
 A document holds pairs of markers, `<!-- results: BENCH METRIC -->` and `<!-- /results -->`; what stands between
 them is made here: a row per case, a column per arm. A later line of the same bench, arm, case, metric and GPU
-replaces an earlier one. The first marker may go on: `arms=a,b` and `KEY=VALUE` keep only those arms and cases.
+replaces an earlier one. The first marker may go on: `arms=a,b` and `KEY=VALUE` keep only those arms and cases, and with
+`fields=a.b,c.d` the columns are these further fields of the lines, which must have the line's unit.
 
     python -m bench.report [--check]
 """
@@ -44,19 +45,32 @@ def format_value(row: dict[str, Any]) -> str:
     return text
 
 
+def field_row(row: dict[str, Any], field: str) -> dict[str, Any]:
+    """A line for one further field of a line, with the end of its path as its arm."""
+    value: Any = row
+    for name in field.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return {**row, "arm": " ".join(field.split(".")[-2:]), "value": value, "ratio_to_floor": None}
+
+
 def make_table(rows: list[dict[str, Any]], spec: str) -> str:
     """The Markdown table for one marker."""
     bench, metric, *filters = spec.split()
     chosen = [row for row in rows if row["bench"] == bench and row["metric"] == metric]
     arms: list[str] | None = None
+    fields: list[str] = []
     for item in filters:
         key, _, value = item.partition("=")
         if key == "arms":
             arms = value.split(",")
+        elif key == "fields":
+            fields = value.split(",")
         else:
             chosen = [row for row in chosen if str(row["case"].get(key)) == value]
     if not chosen:
         return "No line yet.\n"
+    if fields:
+        chosen = [field_row(row, field) for row in chosen for field in fields]
     seen = list(dict.fromkeys(row["arm"] for row in chosen))
     columns = [arm for arm in arms if arm in seen] if arms else seen
     chosen = [row for row in chosen if row["arm"] in columns]
