@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onela.ops._checks import check_float, check_groups, check_index
-from onela.ops.gated_delta.reference import compute_dtype
+from onela.ops._dtypes import compute_dtype
 from onela.ops.indexing import gather_rows, scatter_rows
 from onela.ops.prefill_tables import PrefillTables
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from onela.ops._checks import check_float, check_groups, check_index
-from onela.ops.gated_delta.reference import compute_dtype, l2norm_scale
+from onela.ops._dtypes import compute_dtype
+from onela.ops.gated_delta.reference import l2norm_scale
 from onela.ops.indexing import device_tensor
 
 

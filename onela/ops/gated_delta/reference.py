@@ -16,14 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onela.ops._checks import check_float, check_groups, check_index
+from onela.ops._dtypes import compute_dtype
 from onela.ops.indexing import gather_rows, scatter_rows, spread
 
 L2NORM_EPS = 1e-6
-
-
-def compute_dtype(tensor: Tensor) -> torch.dtype:
-    """fp64 for fp64 input, fp32 for everything else."""
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def l2norm_scale(x: Tensor) -> Tensor:

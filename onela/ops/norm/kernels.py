@@ -12,6 +12,8 @@ from onela.ops._checks import check_float
 
 ELEMENTS = 4096
 """Numbers in the tile of a program."""
+MIN_PROGRAMS = 256
+"""About two for every multiprocessor of a large GPU."""
 
 
 @triton.jit
@@ -28,6 +30,8 @@ def rms_norm_kernel(
     o_r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     o_d = tl.arange(0, BLOCK_D)
     mask = (o_r < num_rows)[:, None] & (o_d < D)[None, :]
+    # Before the store below, which no later load may pass.
+    b_w = tl.load(p_weight + o_d, mask=o_d < D, other=0.0).to(tl.float32)
     b_x = tl.load(p_x + row_offsets(o_r, H, s_x_t, s_x_h)[:, None] + o_d[None, :], mask=mask, other=0.0)
     b_x = b_x.to(tl.float32)
     if RESIDUAL:
@@ -35,7 +39,6 @@ def rms_norm_kernel(
         b_sum = (b_x + tl.load(p_sum, mask=mask, other=0.0).to(tl.float32)).to(p_residual.dtype.element_ty)
         tl.store(p_sum, b_sum, mask=mask)
         b_x = b_sum.to(tl.float32)
-    b_w = tl.load(p_weight + o_d, mask=o_d < D, other=0.0).to(tl.float32)
     b_n = b_x * tl.rsqrt(tl.sum(b_x * b_x, 1) / D + eps)[:, None]
     if CENTERED:
         b_o = b_n * (1.0 + b_w)[None, :]
@@ -242,8 +245,12 @@ def _rows(x: Tensor) -> tuple[int, int, int, int]:
 
 
 def _tile(rows: int, size: int) -> tuple[int, int]:
+    """Rows and numbers of a program's tile: few rows are spread over as many programs as there are of them."""
     block_d = triton.next_power_of_2(size)
-    return max(1, min(ELEMENTS // block_d, triton.next_power_of_2(rows))), block_d
+    block_r = max(1, min(ELEMENTS // block_d, triton.next_power_of_2(rows)))
+    while block_r > 1 and triton.cdiv(rows, block_r) < MIN_PROGRAMS:
+        block_r //= 2
+    return block_r, block_d
 
 
 def _warps(elements: int) -> int:

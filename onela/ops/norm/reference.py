@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onela.ops.gated_delta.reference import compute_dtype
+from onela.ops._dtypes import compute_dtype
 
 
 def rms_norm_ref(

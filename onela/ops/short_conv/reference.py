@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onela.ops._checks import check_float, check_index
-from onela.ops.gated_delta.reference import compute_dtype
+from onela.ops._dtypes import compute_dtype
 from onela.ops.indexing import gather_rows, scatter_rows, spread, to_device
 
 
