@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import atexit
+import cProfile
 import json
 import os
 import random
@@ -90,9 +92,28 @@ def run_server(arguments: argparse.Namespace) -> None:
     from onela.serve.app import create_app
     from onela.serve.run import DrainingServer
 
+    # uvicorn hands the signal on when it has shut down; then whoever waits for the exit has something to write.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     engine = make_engine(arguments, ItemCatalog.load(arguments.catalog))
+    if arguments.profile:
+        profile_thread(engine, arguments.profile)
     config = ServerConfig(port=arguments.port, admin_token="admin", max_body_bytes=arguments.max_body)
     DrainingServer(create_app(engine, config), config, log_level="warning").run()
+
+
+def profile_thread(engine: Engine, path: Path) -> None:
+    """Keep Python's profile of the thread that steps the engine, in a file for `pstats`."""
+    step, profile = engine.step, cProfile.Profile()
+
+    def profiled() -> Any:
+        profile.enable()
+        try:
+            return step()
+        finally:
+            profile.disable()
+
+    engine.step = profiled  # type: ignore[method-assign]
+    atexit.register(lambda: profile.dump_stats(path))
 
 
 @contextmanager
@@ -106,6 +127,8 @@ def server(
     words = ["server", "--shape", arguments.shape, "--port", str(port), "--catalog", str(catalog)]
     words += ["--cache-bytes", str(arguments.cache_bytes), "--batch-tokens", str(arguments.batch_tokens)]
     words += ["--host-cache-bytes", str(arguments.host_cache_bytes)]
+    if arguments.profile:
+        words += ["--profile", str(arguments.profile)]
     if arguments.option:
         words += ["--option", *arguments.option]
     process = subprocess.Popen([sys.executable, __file__, *words, "--max-body", str(max_body)])
@@ -298,16 +321,30 @@ def measure(
             options: list[dict[str, Any]] = [{"concurrency": part} for part in parts]
         else:
             options = [{"rate": rate / senders, "seed": 7 * i + int(rate)} for i in range(senders)]
+        before = read_counters(url)
         answers = clients.run(name, port, options)
+        engine = {key: value - before[key] for key, value in read_counters(url).items()}
         lost = sum(answer["status"] != 200 for answer in answers)
         if lost:
             failures.add(f"rate {rate:g}/s", f"{lost} of {len(answers)} requests failed")
-        if report_load(arguments, rate, cached, answers) > arguments.limit_ms or lost:
+        if report_load(arguments, rate, cached, answers, engine) > arguments.limit_ms or lost:
             too_slow.add(cached)
 
 
+def read_counters(url: str) -> dict[str, float]:
+    """What the server has counted so far."""
+    names = ("onela_step_seconds_count", "onela_step_seconds_sum", "onela_step_rows_sum")
+    names += ("onela_graph_captures_total", "onela_device_wait_seconds_total")
+    lines = (line.split() for line in httpx.get(f"{url}/metrics").text.splitlines())
+    return {words[0].removeprefix("onela_"): float(words[1]) for words in lines if words[0] in names}
+
+
 def report_load(
-    arguments: argparse.Namespace, rate: float, cached: float, answers: Sequence[dict[str, Any]]
+    arguments: argparse.Namespace,
+    rate: float,
+    cached: float,
+    answers: Sequence[dict[str, Any]],
+    engine: dict[str, float],
 ) -> float:
     """Print and keep what was measured; returns the 99th percentile of latency."""
     good = [answer for answer in answers if answer["status"] == 200]
@@ -330,6 +367,12 @@ def report_load(
             "  ".join(f"{key} {value:7.1f} ms" for key, value in values.items()),
             flush=True,
         )
+    busy = engine["step_seconds_sum"] - engine["device_wait_seconds_total"]
+    print(
+        f"    engine   {engine['step_seconds_count']:.0f} steps, {busy / max(taken, 1e-9):.0%} of a core, "
+        f"{engine['graph_captures_total']:.0f} captures",
+        flush=True,
+    )
     case = {"shape": arguments.shape, "W": arguments.beam_width, "O": SHAPES[arguments.shape][2]}
     case |= {"n": min(arguments.n, arguments.beam_width), "prompts": arguments.prompts, "cached": cached}
     case |= {"rate": rate} if rate else {"concurrency": arguments.concurrency}
@@ -340,7 +383,12 @@ def report_load(
         "failed": dict(failed),
         "hit_rate": hit,
     }
-    shared |= {"seconds": taken, "commit": arguments.commit, "options": server_options(arguments)}
+    shared |= {
+        "engine": engine,
+        "seconds": taken,
+        "commit": arguments.commit,
+        "options": server_options(arguments),
+    }
     for metric, unit, value in (("latency_p99", "ms", p99), ("throughput", "requests/s", reached)):
         append_result(
             "serve",
@@ -642,6 +690,7 @@ def main() -> None:
     parser.add_argument("--host-cache-bytes", type=int, default=0)
     parser.add_argument("--batch-tokens", type=int, default=EngineConfig.max_batch_tokens)
     parser.add_argument("--option", nargs="+", default=[], help="NAME=VALUE: other options of the engine")
+    parser.add_argument("--profile", type=Path, help="where to write a profile of the engine's thread")
     parser.add_argument("--commit", help="the commit that is measured, where there is no checkout to ask")
     parser.add_argument("--out", type=Path, help="where to append results instead of bench/results")
     parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)

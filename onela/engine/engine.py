@@ -145,6 +145,7 @@ class Engine:
         self.scheduler = Scheduler(self.config, prompts, records, cache=self.cache)
         self.catalogs = Catalogs(catalog, vocabulary, self.device)
         self._flights: deque[Flight] = deque()
+        self.waited_s = 0.0
         # What every request begins with; nobody writes into it.
         self._root_beams, self._root_tree = Beams.root(self.device), BeamTree.root(1, self.device)
         self._generating = threading.RLock()
@@ -383,7 +384,9 @@ class Engine:
             members = [request for request in flight.batch.members if request.outcome is None]
             try:
                 if len(self._flights) > most:
+                    begun = self.scheduler.clock()
                     flight.wait()
+                    self.waited_s += self.scheduler.clock() - begun
                 elif not flight.is_done:
                     break
                 self._flights.popleft()

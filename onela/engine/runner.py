@@ -48,6 +48,11 @@ class Runner:
             if model.lm_head.weight.dtype.itemsize == 2:
                 self.prefill_graphs = PrefillGraphs(self.prefill_forward, state.prompts, self.device)
 
+    @property
+    def num_captures(self) -> int:
+        """Forwards that have been captured as CUDA graphs."""
+        return sum(graphs.num_captures for graphs in (self.graphs, self.prefill_graphs) if graphs is not None)
+
     def prefill(self, chunks: Sequence[PrefillChunk]) -> list[Tensor]:
         """Run pieces of prompts.
 

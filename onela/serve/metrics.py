@@ -96,6 +96,12 @@ class EngineCollector(Collector):
         yield _gauge(
             "onela_kv_pages_used", "KV pages in use, the prompt cache's too.", prompts.pages.num_taken
         )
+        yield _counter(
+            "onela_graph_captures", "Forwards captured as CUDA graphs.", engine.runner.num_captures
+        )
+        yield _counter(
+            "onela_device_wait_seconds", "Seconds that the engine waited for the device.", engine.waited_s
+        )
         state = prompts.nbytes + engine.state.records.nbytes + engine.state.backend.nbytes
         yield _gauge("onela_state_bytes", "Bytes allocated for prompts, records and beams.", state)
         yield from self._catalog()
