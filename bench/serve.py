@@ -276,7 +276,8 @@ def run_load(arguments: argparse.Namespace) -> None:
     runs: list[tuple[str, float, float, Traffic]] = []
     try:
         for cached in arguments.cached:
-            for number, rate in enumerate(arguments.rates if arguments.concurrency is None else [0.0]):
+            rates = arguments.cached_rates if cached and arguments.cached_rates else arguments.rates
+            for number, rate in enumerate(rates if arguments.concurrency is None else [0.0]):
                 count = arguments.count or max(20, int(rate * arguments.seconds))
                 traffic = make_traffic(arguments, count, 1 + len(runs), cached)
                 clients.prepare(f"{cached} {number}", traffic.shares)
@@ -666,6 +667,7 @@ def main() -> None:
     parser.add_argument("mode", choices=["load", "faults", "server"])
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--rates", type=float, nargs="+", default=[5, 10, 20], help="requests per second")
+    parser.add_argument("--cached-rates", type=float, nargs="+", help="those of cached prompts, if others")
     parser.add_argument("--concurrency", type=int, help="so many requests at a time, instead of rates")
     parser.add_argument("--seconds", type=float, default=20, help="of load at each rate")
     parser.add_argument("--count", type=int, help="requests of each run, instead of seconds")
