@@ -303,20 +303,29 @@ def measure(
 ) -> None:
     """Run what has been prepared against a server that is up."""
     port, senders = int(url.rsplit(":", 1)[1]), len(clients.processes)
-    spare = make_traffic(arguments, max(4 * senders, 64), 999, 0.0)
-    if arguments.cache_bytes:
-        check_cache(url, spare)
+
+    def ask_all(shares: Sequence[Sequence[dict[str, Any]]], concurrency: int) -> None:
+        clients.prepare("first", shares)
+        clients.answers()
+        clients.run("first", port, [{"concurrency": max(1, concurrency // senders)}] * senders)
+
     too_slow: set[float] = set()
-    clients.prepare("warm", spare.shares)
-    clients.answers()
-    clients.run("warm", port, [{"concurrency": max(1, 16 // senders)}] * senders)
+    warmed: set[float] = set()
     for name, cached, rate, traffic in runs:
         if cached in too_slow:
             continue
+        if cached not in warmed:
+            # Shapes that come up are captured and compiled with requests of the same kind, not with those measured.
+            warmed.add(cached)
+            spare = make_traffic(arguments, arguments.warm, 900 + len(warmed), cached)
+            if arguments.cache_bytes and not cached:
+                check_cache(url, spare)
+            if spare.first:
+                ask_all([spare.first[i::senders] for i in range(senders)], 32)
+            ask_all(spare.shares, 24)
+            ask_all(make_traffic(arguments, senders * 4, 950 + len(warmed), 0.0).shares, 1)
         if traffic.first:
-            clients.prepare("first", [traffic.first[i::senders] for i in range(senders)])
-            clients.answers()
-            clients.run("first", port, [{"concurrency": max(1, 32 // senders)}] * senders)
+            ask_all([traffic.first[i::senders] for i in range(senders)], 32)
         if arguments.concurrency is not None:
             parts = [len(range(i, arguments.concurrency, senders)) for i in range(senders)]
             options: list[dict[str, Any]] = [{"concurrency": part} for part in parts]
@@ -671,6 +680,7 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, help="so many requests at a time, instead of rates")
     parser.add_argument("--seconds", type=float, default=20, help="of load at each rate")
     parser.add_argument("--count", type=int, help="requests of each run, instead of seconds")
+    parser.add_argument("--warm", type=int, default=128, help="requests before those that are measured")
     parser.add_argument("--limit-ms", type=float, default=100, help="99th percentile at which rates end")
     parser.add_argument("--client-processes", type=int, default=4)
     parser.add_argument("--prompts", type=int, nargs=2, default=[1024, 5120], help="shortest and longest")
