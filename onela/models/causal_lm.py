@@ -53,10 +53,10 @@ class DecoderLayer(nn.Module):
         Returns:
             h of these tokens, and what the MLP adds to it.
         """
-        x = self.mixer.prefill(self.input_layernorm(added, h), rope, inputs, state, rows)
+        x = self.mixer.prefill(self.input_layernorm.rows_for(self.mixer, added, h), rope, inputs, state, rows)
         if rows is not None:
             h = h.index_select(0, rows)
-        return h, self.mlp(self.post_attention_layernorm(x, h))
+        return h, self.mlp(self.post_attention_layernorm.rows_for(self.mlp, x, h))
 
     def decode(self, h: Tensor, added: Tensor, rope: Rope, inputs: StepInputs, state: DecodeState) -> Tensor:
         """Run the layer.
@@ -67,8 +67,8 @@ class DecoderLayer(nn.Module):
         Returns:
             What this layer's MLP adds to h.
         """
-        x = self.mixer.decode(self.input_layernorm(added, h), rope, inputs, state)
-        return self.mlp(self.post_attention_layernorm(x, h))
+        x = self.mixer.decode(self.input_layernorm.rows_for(self.mixer, added, h), rope, inputs, state)
+        return self.mlp(self.post_attention_layernorm.rows_for(self.mlp, x, h))
 
 
 class Decoder(nn.Module):
@@ -149,7 +149,8 @@ class CausalLM(nn.Module, ABC):
     def quantize(self) -> None:
         """Round the weights of mixers and MLPs to float8. Called once, after `fuse`.
 
-        Embedding and head, norms, convolutions, the gates' constants, routers and a mixture's experts stay as they are.
+        Embedding and head, norms, convolutions, the gates' constants, the mixers' out-projections, routers and a
+        mixture's experts stay as they are.
         """
         for module in list(self.modules()):
             if isinstance(module, FusedLinear):

@@ -44,8 +44,8 @@ def module_bytes(model: CausalLM, dtype: torch.dtype, quantization: str = "none"
         part.weight
         for module in model.modules()
         if isinstance(module, FusedLinear)
-        for part in module.children()
-        if isinstance(part, nn.Linear)
+        for name, part in module.named_children()
+        if isinstance(part, nn.Linear) and name not in module.kept_wide
     ]
     # One byte a number, and one fp32 scale a row.
     return whole + sum(w.numel() * (1 - dtype.itemsize) + 4 * w.shape[0] for w in weights)

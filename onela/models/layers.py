@@ -7,9 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onela.models.config import ModelConfig
-from onela.models.quantized import Float8Linear, Float8Weight, Weight, linear
+from onela.models.quantized import Float8Linear, Float8Rows, Float8Weight, Rows, Weight, linear
 from onela.ops.attention import beam_attention, prefill_attention
 from onela.ops.gated_delta import gated_delta_layer_prefill
+from onela.ops.linear import rms_norm_float8, swiglu_float8
 from onela.ops.norm import gated_rms_norm, qk_norm_rotary, rms_norm, rotary, sigmoid_gate, swiglu
 from onela.state import DecodeState, GatedDeltaWeights, PrefillInputs, StepInputs
 
@@ -28,6 +29,15 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """The norm of x; with a residual, of their sum, which stays in the residual."""
         return rms_norm(x, self.weight, eps=self.eps, zero_centered=self.zero_centered, residual=residual)
+
+    def rows_for(self, reader: nn.Module, x: Tensor, residual: Tensor) -> Rows:
+        """As `forward`, in float8 when whoever reads it takes it so."""
+        if not (isinstance(reader, FusedLinear) and reader.takes_float8):
+            return self(x, residual)
+        rounded = rms_norm_float8(
+            x, self.weight, eps=self.eps, zero_centered=self.zero_centered, residual=residual
+        )
+        return Float8Rows(*rounded, x.dtype)
 
 
 class RotaryEmbedding(nn.Module):
@@ -62,7 +72,15 @@ class FusedLinear(nn.Module):
     fused: Weight | None = None
     fused_parts: tuple[nn.Linear, ...] = ()
 
-    def split_linear(self, x: Tensor, parts: list[nn.Linear], *, first: int = 0) -> list[Tensor]:
+    kept_wide: tuple[str, ...] = ()
+    """Names of linear maps that `quantize` leaves as they are."""
+
+    @property
+    def takes_float8(self) -> bool:
+        """Whether the input may come in float8."""
+        return isinstance(self.fused, Float8Weight)
+
+    def split_linear(self, x: Rows, parts: list[nn.Linear], *, first: int = 0) -> list[Tensor]:
         """Apply parts to x: [N, D] -> [N, size] each, slices of one result when fused.
 
         Args:
@@ -94,7 +112,7 @@ class FusedLinear(nn.Module):
             for part in self.fused_parts:
                 part.weight = nn.Parameter(part.weight.data.new_empty(0), requires_grad=False)
         for name, child in list(self.named_children()):
-            if isinstance(child, nn.Linear) and child not in self.fused_parts:
+            if isinstance(child, nn.Linear) and child not in self.fused_parts and name not in self.kept_wide:
                 setattr(self, name, Float8Linear(child))
 
 
@@ -107,10 +125,13 @@ class MLP(FusedLinear):
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Rows) -> Tensor:
         if self.fused is None:
             return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return self.down_proj(swiglu(linear(x, self.fused)))
+        gate_up = linear(x, self.fused)
+        if self.takes_float8:
+            return self.down_proj(Float8Rows(*swiglu_float8(gate_up), gate_up.dtype))
+        return self.down_proj(swiglu(gate_up))
 
     def fuse(self) -> None:
         self.fuse_linear([self.gate_proj, self.up_proj])
@@ -122,6 +143,9 @@ class Attention(FusedLinear):
     With `gated`, q_proj yields for each head its query, then a gate whose sigmoid multiplies the head's
     output (Qwen3.5, Qwen3-Next); without, it is Qwen3's.
     """
+
+    # A small product, whose rows nobody would round on the way: in float8 it takes no less time.
+    kept_wide = ("o_proj",)
 
     def __init__(self, config: ModelConfig, layer: int, *, gated: bool) -> None:
         super().__init__()
@@ -140,7 +164,7 @@ class Attention(FusedLinear):
         self.k_norm = RMSNorm(D, config.rms_norm_eps, zero_centered=gated)
 
     def prefill(
-        self, x: Tensor, rope: Rope, inputs: PrefillInputs, state: DecodeState, rows: Tensor | None = None
+        self, x: Rows, rope: Rope, inputs: PrefillInputs, state: DecodeState, rows: Tensor | None = None
     ) -> Tensor:
         if rows is None:
             q, k, v, gate = self._project(x, rope)
@@ -162,7 +186,7 @@ class Attention(FusedLinear):
         )
         return self._finish(o, gate)
 
-    def decode(self, x: Tensor, rope: Rope, inputs: StepInputs, state: DecodeState) -> Tensor:
+    def decode(self, x: Rows, rope: Rope, inputs: StepInputs, state: DecodeState) -> Tensor:
         q, k, v, gate = self._project(x, rope)
         k_cache, v_cache = state.prompts.cache(self.layer)
         o = beam_attention(
@@ -182,7 +206,7 @@ class Attention(FusedLinear):
     def fuse(self) -> None:
         self.fuse_linear([self.q_proj, self.k_proj, self.v_proj])
 
-    def _project(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def _project(self, x: Rows, rope: Rope) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         T = x.shape[0]
         q, k, v = self.split_linear(x, [self.q_proj, self.k_proj, self.v_proj])
         gate = None
@@ -202,7 +226,7 @@ class Attention(FusedLinear):
         return q, k, v.reshape(T, self.num_kv_heads, self.head_dim), gate
 
     def _project_rows(
-        self, x: Tensor, rope: Rope, rows: Tensor
+        self, x: Rows, rope: Rope, rows: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """As `_project`, but only these rows have queries."""
         T, B = x.shape[0], rows.shape[0]
@@ -243,6 +267,8 @@ class NormWeight(nn.Module):
 class GatedDeltaNet(FusedLinear):
     """The linear-attention mixer of Qwen3.5. Families with other projections override `project`."""
 
+    kept_wide = ("out_proj",)
+
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.layer = layer
@@ -263,7 +289,7 @@ class GatedDeltaNet(FusedLinear):
         self.in_proj_b = nn.Linear(config.hidden_size, self.HV, bias=False)
         self.in_proj_a = nn.Linear(config.hidden_size, self.HV, bias=False)
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def project(self, x: Rows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """mixed_qkv [N, conv_dim], z [N, HV*V], b [N, HV], a [N, HV]."""
         parts = [self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a]
         mixed, z, b, a = self.split_linear(x, parts)
@@ -284,7 +310,7 @@ class GatedDeltaNet(FusedLinear):
         )
 
     def prefill(
-        self, x: Tensor, rope: Rope, inputs: PrefillInputs, state: DecodeState, rows: Tensor | None = None
+        self, x: Rows, rope: Rope, inputs: PrefillInputs, state: DecodeState, rows: Tensor | None = None
     ) -> Tensor:
         mixed, z, b, a = self.project(x)
         o = gated_delta_layer_prefill(
@@ -304,6 +330,6 @@ class GatedDeltaNet(FusedLinear):
         gated = gated_rms_norm(o, z.reshape(-1, self.HV, self.V), self.norm.weight, eps=self.norm_eps)
         return self.out_proj(gated.reshape(o.shape[0], -1))
 
-    def decode(self, x: Tensor, rope: Rope, inputs: StepInputs, state: DecodeState) -> Tensor:
+    def decode(self, x: Rows, rope: Rope, inputs: StepInputs, state: DecodeState) -> Tensor:
         mixed, z, b, a = self.project(x)
         return self.out_proj(state.backend.layer_step(self.layer, self.weights, mixed, z, b, a, inputs))

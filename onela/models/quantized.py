@@ -1,4 +1,4 @@
-"""Weights in float8, and how a layer applies them."""
+"""Weights and rows in float8, and how a layer applies one to the other."""
 
 from __future__ import annotations
 
@@ -9,6 +9,35 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onela.ops.linear import float8_linear, quantize_rows
+
+
+@dataclass(frozen=True)
+class Float8Rows:
+    """Rows rounded to float8 by whoever made them, under one scale each.
+
+    Attributes:
+        values: [N, D] float8_e4m3fn. scales: [N, 1] fp32. dtype: what they would be in otherwise.
+    """
+
+    values: Tensor
+    scales: Tensor
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, x: Tensor) -> Float8Rows:
+        """Round rows [N, D]."""
+        return cls(*quantize_rows(x), x.dtype)
+
+    @property
+    def shape(self) -> torch.Size:
+        """[N, D]."""
+        return self.values.shape
+
+    def index_select(self, dim: int, index: Tensor) -> Float8Rows:
+        """Some of the rows, as `Tensor.index_select` gives them."""
+        # torch gathers bytes everywhere, float8 not.
+        picked = self.values.view(torch.uint8).index_select(dim, index).view(self.values.dtype)
+        return Float8Rows(picked, self.scales.index_select(dim, index), self.dtype)
 
 
 @dataclass(frozen=True)
@@ -42,13 +71,16 @@ class Float8Weight:
         return Float8Weight(self.values[rows], self.scales[rows])
 
 
+Rows = Tensor | Float8Rows
 Weight = Tensor | Float8Weight
 
 
-def linear(x: Tensor, weight: Weight) -> Tensor:
-    """`F.linear` without a bias, over a weight of either kind: [N, D] -> [N, size]."""
+def linear(x: Rows, weight: Weight) -> Tensor:
+    """A linear map without a bias: [N, D] -> [N, size] in x's dtype. A float8 weight takes rows of either kind."""
     if isinstance(weight, Float8Weight):
-        return float8_linear(x, weight.values, weight.scales)
+        rows = Float8Rows.of(x) if isinstance(x, Tensor) else x
+        return float8_linear(rows.values, rows.scales, weight.values, weight.scales, out_dtype=rows.dtype)
+    assert isinstance(x, Tensor), "rows in float8 go to weights in float8"
     return F.linear(x, weight)
 
 
@@ -61,6 +93,6 @@ class Float8Linear(nn.Module):
         self.bias = replaced.bias
         self.in_features, self.out_features = replaced.in_features, replaced.out_features
 
-    def forward(self, x: Tensor) -> Tensor:
-        product = float8_linear(x, self.weight.values, self.weight.scales)
+    def forward(self, x: Rows) -> Tensor:
+        product = linear(x, self.weight)
         return product if self.bias is None else product + self.bias

@@ -13,6 +13,7 @@ from onela.models.causal_lm import CausalLM
 from onela.models.config import LINEAR, ConfigReader, ModelConfig, MoeConfig
 from onela.models.layers import MLP, Attention, GatedDeltaNet
 from onela.models.moe import SparseMLP, expert_pieces, read_experts
+from onela.models.quantized import Rows
 from onela.models.qwen3_5 import hybrid_config
 
 # The values that transformers' Qwen3NextConfig gives to fields a saved configuration may leave out.
@@ -56,10 +57,10 @@ class GroupedGatedDeltaNet(GatedDeltaNet):
         self.in_proj_qkvz = nn.Linear(config.hidden_size, conv_dim + self.HV * self.V, bias=False)
         self.in_proj_ba = nn.Linear(config.hidden_size, 2 * self.HV, bias=False)
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def project(self, x: Rows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         parts = self.split_linear(x, [self.in_proj_qkvz, self.in_proj_ba])
         if self.fused is None:
-            parts = [part[:, rows.to(x.device)] for part, rows in zip(parts, self._rows())]
+            parts = [part[:, rows.to(part.device)] for part, rows in zip(parts, self._rows())]
         mixed, z = parts[0].split([parts[0].shape[-1] - self.HV * self.V, self.HV * self.V], dim=-1)
         b, a = parts[1].chunk(2, dim=-1)
         return mixed, z, b, a

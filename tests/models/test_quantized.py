@@ -13,7 +13,7 @@ from onela.bench.models import overlap
 from onela.models import load_model
 from onela.models.footprint import weight_bytes
 from onela.models.layers import FusedLinear
-from onela.models.quantized import Float8Linear, Float8Weight, linear
+from onela.models.quantized import Float8Linear, Float8Rows, Float8Weight, linear
 from onela.ops.linear import float8_linear_ref
 from tests.engine.helpers import random_prompt, save_qwen3_5, tiny_engine, vocabulary_of
 
@@ -35,16 +35,20 @@ def test_mixers_and_mlps_are_rounded_and_nothing_else(checkpoint: Path) -> None:
     for name, parameter in plain.named_parameters():
         if name in kept and kept[name].numel():
             assert torch.equal(kept[name], parameter)
-            assert "proj" not in name
+            assert "proj" not in name or "o_proj" in name or "out_proj" in name
     for module in rounded.modules():
         if isinstance(module, FusedLinear):
             assert isinstance(module.fused, Float8Weight)
-            assert not any(part.weight.numel() for part in module.children() if isinstance(part, nn.Linear))
+            held = [n for n, p in module.named_children() if isinstance(p, nn.Linear) and p.weight.numel()]
+            assert held == list(module.kept_wide)
     for one, other in zip(plain.model, rounded.model):
         assert isinstance(other.mlp.down_proj, Float8Linear)
         x = torch.randn(5, other.mlp.down_proj.in_features)
-        weight = other.mlp.down_proj.weight
-        assert torch.equal(other.mlp.down_proj(x), float8_linear_ref(x, weight.values, weight.scales))
+        weight, rows = other.mlp.down_proj.weight, Float8Rows.of(x)
+        expected = float8_linear_ref(
+            rows.values, rows.scales, weight.values, weight.scales, out_dtype=x.dtype
+        )
+        assert torch.equal(other.mlp.down_proj(x), expected)
         error = (other.mlp.down_proj(x) - one.mlp.down_proj(x)).norm() / one.mlp.down_proj(x).norm()
         assert 0 < error < 0.06
 
@@ -70,6 +74,11 @@ def test_slices_of_a_weight_and_a_bias() -> None:
     part = linear(x, rounded.weight[4:8])
     assert torch.equal(part, linear(x, rounded.weight)[:, 4:8])
     assert rounded.weight.shape == (12, 16)
+    rows = Float8Rows.of(x)
+    assert torch.equal(linear(rows, rounded.weight), linear(x, rounded.weight))
+    picked = rows.index_select(0, torch.tensor([2, 0]))
+    assert torch.equal(linear(picked, rounded.weight), linear(x[[2, 0]], rounded.weight))
+    assert (rows.shape, rows.dtype) == ((3, 16), torch.float32)
 
 
 def test_every_backend_answers_alike(checkpoint: Path) -> None:

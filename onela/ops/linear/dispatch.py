@@ -1,42 +1,72 @@
-"""Which implementation of a linear map in 8 bits runs: torch's scaled product if the GPU has it, else the reference."""
+"""Which implementation of the ops in 8 bits runs: what the GPU has for float8, else the reference."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from onela.ops.linear.reference import float8_linear_ref, quantize_rows_ref
+from onela.ops.linear.reference import (
+    float8_linear_ref,
+    quantize_rows_ref,
+    rms_norm_float8_ref,
+    swiglu_float8_ref,
+)
+
+MAX_ROW = 32768
+ALIGNMENT = 16
+"""The scaled product wants rows and columns in multiples of this."""
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """`quantize_rows_ref`, by its kernel on a GPU that knows float8. Same arguments, results and errors."""
-    if has_float8(x):
-        from onela.ops.linear.kernels import MAX_ROW, quantize_rows_triton
+    if _has_kernels(x):
+        from onela.ops.linear.kernels import quantize_rows_triton
 
-        if x.shape[1] <= MAX_ROW:
-            return quantize_rows_triton(x)
+        return quantize_rows_triton(x)
     return quantize_rows_ref(x)
 
 
-def float8_linear(x: Tensor, weight: Tensor, weight_scales: Tensor) -> Tensor:
+def rms_norm_float8(
+    x: Tensor, weight: Tensor, *, eps: float, zero_centered: bool = True, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """`rms_norm_float8_ref`, by its kernel on a GPU that knows float8. Same arguments, results and errors."""
+    if _has_kernels(x) and (residual is None or residual.stride(-1) == 1):
+        from onela.ops.linear.kernels import rms_norm_float8_triton
+
+        return rms_norm_float8_triton(x, weight, eps=eps, zero_centered=zero_centered, residual=residual)
+    return rms_norm_float8_ref(x, weight, eps=eps, zero_centered=zero_centered, residual=residual)
+
+
+def swiglu_float8(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """`swiglu_float8_ref`, by its kernel on a GPU that knows float8. Same arguments, results and errors."""
+    if _has_kernels(gate_up):
+        from onela.ops.linear.kernels import swiglu_float8_triton
+
+        return swiglu_float8_triton(gate_up)
+    return swiglu_float8_ref(gate_up)
+
+
+def float8_linear(
+    x: Tensor, x_scales: Tensor, weight: Tensor, weight_scales: Tensor, *, out_dtype: torch.dtype
+) -> Tensor:
     """`float8_linear_ref`, by the tensor cores where they take it. Same arguments, results and errors.
 
-    Elsewhere (a CPU, fp32 rows, sizes that are no multiples of 16) the reference gives the same numbers, slower than
+    Elsewhere (a CPU, fp32 results, sizes that are no multiples of 16) the reference gives the same numbers, slower than
     bf16 would be.
     """
-    if has_float8(x) and x.dtype == torch.bfloat16 and x.shape[0]:
-        from onela.ops.linear.kernels import ALIGNMENT, MAX_ROW, float8_linear_scaled
+    aligned = not weight.shape[0] % ALIGNMENT and not weight.shape[1] % ALIGNMENT
+    if _has_float8(x) and out_dtype == torch.bfloat16 and x.shape[0] and aligned:
+        from onela.ops.linear.kernels import float8_linear_scaled
 
-        if not weight.shape[0] % ALIGNMENT and not weight.shape[1] % ALIGNMENT and x.shape[1] <= MAX_ROW:
-            return float8_linear_scaled(x, weight, weight_scales)
-    return float8_linear_ref(x, weight, weight_scales)
+        return float8_linear_scaled(x, x_scales, weight, weight_scales, out_dtype=out_dtype)
+    return float8_linear_ref(x, x_scales, weight, weight_scales, out_dtype=out_dtype)
 
 
-def has_float8(x: Tensor) -> bool:
-    """Whether x lies on a GPU whose tensor cores take float8, its last axis contiguous."""
-    return (
-        x.is_cuda
-        and x.dim() == 2
-        and x.stride(-1) == 1
-        and torch.cuda.get_device_capability(x.device) >= (8, 9)
-    )
+def _has_float8(x: Tensor) -> bool:
+    """Whether x lies on a GPU whose tensor cores take float8."""
+    return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 9)
+
+
+def _has_kernels(x: Tensor) -> bool:
+    """Whether the kernels take these rows: on such a GPU, two axes, the last one contiguous and not too long."""
+    return _has_float8(x) and x.dim() == 2 and x.stride(-1) == 1 and x.shape[1] <= MAX_ROW

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from onela.errors import DtypeError
 from onela.ops._checks import check_float, check_shape
+from onela.ops.norm import rms_norm_ref, swiglu_ref
 
 FLOAT8 = torch.float8_e4m3fn
 FLOAT8_MAX = 448.0
@@ -33,26 +34,61 @@ def quantize_rows_ref(x: Tensor) -> tuple[Tensor, Tensor]:
     return (wide / scales).clamp(-FLOAT8_MAX, FLOAT8_MAX).to(FLOAT8), scales
 
 
-def float8_linear_ref(x: Tensor, weight: Tensor, weight_scales: Tensor) -> Tensor:
-    """`F.linear` with rows of x and of the weight rounded to float8: `(values_x @ weight^T) * scales_x * scales_w`.
+def rms_norm_float8_ref(
+    x: Tensor, weight: Tensor, *, eps: float, zero_centered: bool = True, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The rows of `rms_norm_ref`, rounded as by `quantize_rows_ref`.
+
+    Args: as in `rms_norm_ref`; x has two axes.
+    Returns: as in `quantize_rows_ref`.
+
+    Writes: residual, when given.
+    Numerics: the norm is rounded to x's dtype first, then to float8; deterministic.
+    Raises: ShapeError, DtypeError.
+    """
+    check_float("x", x, None, weight.shape[0])
+    return quantize_rows_ref(rms_norm_ref(x, weight, eps=eps, zero_centered=zero_centered, residual=residual))
+
+
+def swiglu_float8_ref(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows of `swiglu_ref`, rounded as by `quantize_rows_ref`.
 
     Args:
-        x: [N, D] bf16 or fp32. weight: [size, D] float8_e4m3fn and weight_scales: [size, 1] fp32, of `quantize_rows`.
+        gate_up: [N, 2*D].
+    Returns: as in `quantize_rows_ref`, of [N, D].
+
+    Numerics: the product is rounded to gate_up's dtype first, then to float8; deterministic.
+    Raises: ShapeError, DtypeError.
+    """
+    check_float("gate_up", gate_up, None, None)
+    return quantize_rows_ref(swiglu_ref(gate_up))
+
+
+def float8_linear_ref(
+    x: Tensor, x_scales: Tensor, weight: Tensor, weight_scales: Tensor, *, out_dtype: torch.dtype
+) -> Tensor:
+    """A linear map over rows and a weight in float8: `(x @ weight^T) * x_scales * weight_scales`.
+
+    Args:
+        x: [N, D] float8_e4m3fn and x_scales: [N, 1] fp32, of `quantize_rows` or what ends in it.
+        weight: [size, D] float8_e4m3fn and weight_scales: [size, 1] fp32, the same of a weight.
+        out_dtype: of the result.
     Returns:
-        [N, size] in x's dtype.
+        [N, size] in out_dtype.
 
     Numerics: products of float8 numbers are exact in fp32; sums in fp32.
     Raises: ShapeError, DtypeError.
     """
-    check_weight(x, weight, weight_scales)
-    values, scales = quantize_rows_ref(x)
-    product = F.linear(values.to(torch.float32), weight.to(torch.float32))
-    return (product * scales * weight_scales.t()).to(x.dtype)
+    check_factors(x, x_scales, weight, weight_scales)
+    product = F.linear(x.to(torch.float32), weight.to(torch.float32))
+    return (product * x_scales * weight_scales.t()).to(out_dtype)
 
 
-def check_weight(x: Tensor, weight: Tensor, weight_scales: Tensor) -> None:
-    """Raise `ShapeError` or `DtypeError` unless the weight fits the rows."""
-    if weight.dtype != FLOAT8:
-        raise DtypeError(f"weight: expected {FLOAT8}, got {weight.dtype}")
-    check_float("x", x, None, weight.shape[1])
+def check_factors(x: Tensor, x_scales: Tensor, weight: Tensor, weight_scales: Tensor) -> None:
+    """Raise `ShapeError` or `DtypeError` unless rows and weight are float8 and fit each other."""
+    for name, values in (("x", x), ("weight", weight)):
+        if values.dtype != FLOAT8:
+            raise DtypeError(f"{name}: expected {FLOAT8}, got {values.dtype}")
+    check_shape("x", x, None, weight.shape[1])
+    check_shape("x_scales", x_scales, x.shape[0], 1)
     check_shape("weight_scales", weight_scales, weight.shape[0], 1)
