@@ -267,7 +267,7 @@ class Engine:
         """
         ended = self._land(MAX_FLIGHTS - 1) + self._expire()
         # While prompts are being run, those whose turn would be next still come together.
-        batch = self.scheduler.schedule(prefill=not any(flight.batch.prefill for flight in self._flights))
+        batch = self.scheduler.schedule(admit=not any(flight.batch.prefill for flight in self._flights))
         ended += self._refuse()
         if not batch.members:
             # Nothing can be done before the device has got further.

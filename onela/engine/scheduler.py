@@ -149,11 +149,11 @@ class Scheduler:
         now = self.clock()
         return [r for r in [*self.waiting, *self.running] if r.deadline is not None and r.deadline <= now]
 
-    def schedule(self, *, prefill: bool = True) -> Batch:
+    def schedule(self, *, admit: bool = True) -> Batch:
         """Choose the work of the next step: decodes, pieces of prompts under way, then whoever is next in the queue.
 
         Args:
-            prefill: whether prompts may be run now.
+            admit: whether anyone may leave the queue now.
         """
         batch = Batch()
         rows = 0
@@ -163,12 +163,12 @@ class Scheduler:
             rows += request.beams.width
             if not batch.decode or rows <= self.config.max_batch_rows:
                 batch.decode.append(request)
-        allowed = self._prefill_budget(batch) if prefill else 0
+        allowed = self._prefill_budget(batch)
         budget = allowed
         for request in self.running:
             if budget and request.in_prefill:
                 budget = self._take_chunk(batch, request, budget)
-        while budget and self.waiting:
+        while admit and budget and self.waiting:
             request = self._next()
             if batch.prefill and budget < self._new_tokens(request) <= self.config.max_batch_tokens:
                 break  # the next step has room for all of it: two pieces cost more than one

@@ -246,6 +246,19 @@ def test_the_host_goes_on_while_the_device_is_at_work() -> None:
         check_nothing_is_held(engine)
 
 
+def test_a_prompt_in_pieces_does_not_wait_for_the_device_between_them() -> None:
+    with slow_device(99):
+        engine = fake_engine(max_batch_tokens=8)
+        request = engine.submit(Request(prompt_token_ids=prompt_of(20)), BeamParams(beam_width=4))
+        for count in (8, 16, 20):
+            assert engine.step() == []
+            assert request.prompt is not None
+            assert request.prompt.num_tokens == count
+        assert len(engine._flights) == 3
+        assert run(engine) == [request]
+    assert answer(request.outcome) == answer(alone(request.request, request.params))
+
+
 def test_a_device_that_fails_ends_the_requests_of_its_steps_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(_: Any) -> None:
         raise RuntimeError("an illegal address")

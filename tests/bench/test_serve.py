@@ -1,0 +1,56 @@
+"""The traffic of the load test: as many requests as asked for, of the lengths and the cached share that it says."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from bench.load_client import draw_tokens, encode_body, encode_request
+from bench.serve import make_traffic
+from onela import EngineConfig
+
+ARGUMENTS = argparse.Namespace(prompts=[1024, 5120], beam_width=256, n=50, client_processes=3)
+
+
+def test_cold_prompts_have_all_lengths_and_nothing_in_common() -> None:
+    traffic = make_traffic(ARGUMENTS, 300, 1, 0.0)
+    bodies = [body for share in traffic.shares for body in share]
+    assert (len(bodies), traffic.first) == (300, [])
+    lengths = [body["length"] for body in bodies]
+    assert min(lengths) < 1200
+    assert max(lengths) > 4900
+    assert len({tuple(draw_tokens(body)[:64]) for body in bodies}) == 300
+
+
+def test_a_returning_user_brings_the_share_that_was_cached() -> None:
+    traffic = make_traffic(ARGUMENTS, 100, 1, 0.8)
+    bodies = [body for share in traffic.shares for body in share]
+    assert len(bodies) >= 100
+    config = EngineConfig()
+    latest = {body["fields"]["session_id"]: body for body in traffic.first}
+    for body in bodies:
+        before = latest[body["fields"]["session_id"]]
+        tokens, known = draw_tokens(body), draw_tokens(before)
+        assert tokens[: len(known)] == known
+        kept = (len(known) - config.prompt_cache_tail) // 64 * 64
+        assert kept / len(tokens) == pytest.approx(0.8, abs=0.001)
+        latest[body["fields"]["session_id"]] = body
+    # At any time all lengths are seen.
+    half = [body["length"] for share in traffic.shares for body in share[: len(share) // 2]]
+    whole = [body["length"] for body in bodies]
+    assert sum(half) / len(half) == pytest.approx(sum(whole) / len(whole), rel=0.1)
+    assert all(1024 <= length <= 5120 for length in whole)
+
+
+def test_too_short_prompts_are_refused() -> None:
+    short = argparse.Namespace(**{**vars(ARGUMENTS), "prompts": [256, 1024]})
+    with pytest.raises(ValueError, match="256 tokens are too few"):
+        make_traffic(short, 10, 1, 0.8)
+
+
+def test_a_request_is_what_http_expects() -> None:
+    body = encode_body({"seed": 1, "length": 3, "fields": {"n": 5}})
+    head, rest = encode_request(body).split(b"\r\n\r\n", 1)
+    assert rest == body
+    assert f"Content-Length: {len(body)}".encode() in head
