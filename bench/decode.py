@@ -115,6 +115,7 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", default=[name for name, _ in VARIANTS])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--quantization", choices=["none", "fp8"], default="none")
     parser.add_argument("--samples", type=int, default=5, help="of each step")
     parser.add_argument("--tiny", action="store_true", help="a model of four small layers, to try the script")
     parser.add_argument("--no-graphs", action="store_true")
@@ -140,6 +141,8 @@ def main() -> None:
     if not args.no_gate:
         same_items_in_fp32(device)
     model = random_model(shape, dtype, device)
+    if args.quantization == "fp8":
+        model.quantize()
     vocabulary = vocabulary_of(max(args.tokens), args.codebook)
     failures = Failures()
     # What is alive now stays so: captures collect garbage, and need not look at it again and again.
@@ -168,6 +171,8 @@ def main() -> None:
                     "prompt": length,
                     "dtype": args.dtype,
                 }
+                if args.quantization != "none":
+                    case["quantization"] = args.quantization
                 try:
                     measured = measure_arm(model, vocabulary, name, case, alone, expected, args)
                     expected = expected or measured.results
@@ -198,7 +203,9 @@ def measure_arm(
     args: argparse.Namespace,
 ) -> StepTimes:
     """Measure one arm of one case and report it."""
-    engine = engine_of(model, vocabulary, name, cuda_graphs=not args.no_graphs)
+    engine = engine_of(
+        model, vocabulary, name, cuda_graphs=not args.no_graphs, quantization=model.quantization
+    )
     sizes = case["R"], case["prompt"], case["W"]
     measured = measure_steps(engine, *sizes, samples=args.samples)
     if measured.failure is not None:
