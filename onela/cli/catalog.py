@@ -7,7 +7,14 @@ from typing import Annotated
 
 import typer
 
-from onela.cli.common import JsonOption, VocabularyOption, print_json, print_table, read_vocabulary
+from onela.cli.common import (
+    JsonOption,
+    PatternOption,
+    VocabularyOption,
+    print_json,
+    print_table,
+    read_vocabulary,
+)
 from onela.engine.tokenizer import load_tokenizer
 from onela.errors import CheckpointError
 from onela.items import ItemCatalog, SidVocabulary
@@ -40,6 +47,7 @@ def check(
     source: Source,
     model: ModelOption = None,
     vocabulary: VocabularyOption = None,
+    sid_pattern: PatternOption = None,
     source_format: FormatOption = "auto",
     radix: RadixOption = None,
     num_levels: LevelsOption = None,
@@ -50,7 +58,7 @@ def check(
     """Load a catalogue, report every count, and fail on the first malformed line."""
     catalog = ItemCatalog.load(
         source,
-        vocabulary=_vocabulary(model, vocabulary),
+        vocabulary=_vocabulary(model, vocabulary, sid_pattern),
         format=source_format,
         num_levels=num_levels,
         radix=radix,
@@ -74,10 +82,11 @@ def check(
 @catalog_app.command("inspect")
 def inspect(
     model: Annotated[Path, typer.Argument(help="Checkpoint directory with a tokenizer.")],
+    sid_pattern: PatternOption = None,
     json_output: JsonOption = False,
 ) -> None:
     """Print which tokens of a checkpoint were read as SID codes, level by level, to confirm."""
-    found = _vocabulary(model, None)
+    found = _vocabulary(model, None, sid_pattern)
     assert found is not None
     if not json_output:
         typer.echo(found.describe())
@@ -104,6 +113,7 @@ def convert(
     ],
     model: ModelOption = None,
     vocabulary: VocabularyOption = None,
+    sid_pattern: PatternOption = None,
     source_format: FormatOption = "auto",
     radix: RadixOption = None,
     num_levels: LevelsOption = None,
@@ -115,7 +125,7 @@ def convert(
     catalog = convert_catalog(
         source,
         target,
-        _vocabulary(model, vocabulary),
+        _vocabulary(model, vocabulary, sid_pattern),
         source_format,
         num_levels=num_levels,
         radix=radix,
@@ -136,7 +146,9 @@ def convert(
         )
 
 
-def _vocabulary(model: Path | None, vocabulary: Path | None) -> SidVocabulary | None:
+def _vocabulary(
+    model: Path | None, vocabulary: Path | None, sid_pattern: str | None = None
+) -> SidVocabulary | None:
     if vocabulary is not None:
         return read_vocabulary(vocabulary)
     if model is None:
@@ -144,4 +156,4 @@ def _vocabulary(model: Path | None, vocabulary: Path | None) -> SidVocabulary | 
     tokenizer = load_tokenizer(model)
     if tokenizer is None:
         raise CheckpointError(f"{model}: no tokenizer")
-    return SidVocabulary.from_tokenizer(tokenizer)
+    return SidVocabulary.from_tokenizer(tokenizer, sid_pattern)

@@ -28,6 +28,13 @@ VocabularyOption = Annotated[
         "--vocabulary", help="JSON list of token ids per SID level; default: found in the tokenizer."
     ),
 ]
+PatternOption = Annotated[
+    str | None,
+    typer.Option(
+        "--sid-pattern",
+        help="How SID tokens read, a regular expression with groups level and code; default: <s_a_N>, <a_N>.",
+    ),
+]
 DeviceOption = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:N or auto.")]
 DtypeOption = Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16 or auto.")]
 ForcedPrefixOption = Annotated[

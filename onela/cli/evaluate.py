@@ -17,6 +17,7 @@ from onela.cli.common import (
     ForcedPrefixOption,
     JsonOption,
     ModelPath,
+    PatternOption,
     QuantizationOption,
     ThinkingOption,
     VocabularyOption,
@@ -42,6 +43,7 @@ def evaluate_command(
     ],
     catalog: CatalogOption = None,
     vocabulary: VocabularyOption = None,
+    sid_pattern: PatternOption = None,
     beam_width: Annotated[list[int] | None, typer.Option(min=1, help="Beams; may be repeated.")] = None,
     k: Annotated[
         list[int] | None, typer.Option("-k", min=1, help="Length of the judged list; may be repeated.")
@@ -71,6 +73,7 @@ def evaluate_command(
         model,
         catalog,
         vocabulary,
+        sid_pattern=sid_pattern,
         device=device,
         dtype=dtype,
         quantization=quantization,

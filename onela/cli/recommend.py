@@ -16,6 +16,7 @@ from onela.cli.common import (
     ForcedPrefixOption,
     JsonOption,
     ModelPath,
+    PatternOption,
     QuantizationOption,
     ThinkingOption,
     VocabularyOption,
@@ -46,6 +47,7 @@ def recommend(
     ] = None,
     catalog: CatalogOption = None,
     vocabulary: VocabularyOption = None,
+    sid_pattern: PatternOption = None,
     beam_width: Annotated[int, typer.Option(help="Beams kept after each step.")] = BeamParams.beam_width,
     num_return_sequences: Annotated[
         int | None,
@@ -84,6 +86,7 @@ def recommend(
         model,
         catalog,
         vocabulary,
+        sid_pattern=sid_pattern,
         device=device,
         dtype=dtype,
         quantization=quantization,

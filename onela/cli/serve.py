@@ -15,6 +15,7 @@ from onela.cli.common import (
     DtypeOption,
     ForcedPrefixOption,
     ModelPath,
+    PatternOption,
     QuantizationOption,
     ThinkingOption,
     VocabularyOption,
@@ -29,6 +30,7 @@ def serve(
     model: ModelPath,
     catalog: CatalogOption = None,
     vocabulary: VocabularyOption = None,
+    sid_pattern: PatternOption = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
     model_name: Annotated[str | None, typer.Option(help="Name in /v1/models.")] = None,
@@ -99,10 +101,19 @@ def serve(
         engine_options = dataclasses.asdict(EngineConfig.from_env(**options))
         sizes: dict[str, Any] = {"num_gpus": gpus_per_replica, "num_cpus": cpus_per_replica}
         _serve_cluster(
-            model, catalog, vocabulary, config, engine_options, prompts, replicas, max_replicas, sizes
+            model,
+            catalog,
+            vocabulary,
+            sid_pattern,
+            config,
+            engine_options,
+            prompts,
+            replicas,
+            max_replicas,
+            sizes,
         )
         return
-    engine = load_engine(model, catalog, vocabulary, **options, **prompts)
+    engine = load_engine(model, catalog, vocabulary, sid_pattern=sid_pattern, **options, **prompts)
     DrainingServer(create_app(engine, config), config).run()
 
 
@@ -110,6 +121,7 @@ def _serve_cluster(
     model: Path,
     catalog: Path | None,
     vocabulary: Path | None,
+    sid_pattern: str | None,
     config: ServerConfig,
     engine: dict[str, Any],
     prompts: dict[str, Any],
@@ -129,6 +141,7 @@ def _serve_cluster(
         model=str(model.resolve()),
         catalog=None if catalog is None else str(catalog.resolve()),
         vocabulary=levels,
+        sid_pattern=sid_pattern,
         replicas=replicas,
         max_replicas=max_replicas,
         engine=engine,

@@ -14,6 +14,7 @@ from onela.cli.common import (
     DtypeOption,
     JsonOption,
     ModelPath,
+    PatternOption,
     QuantizationOption,
     VocabularyOption,
     format_bytes,
@@ -32,6 +33,7 @@ def verify(
     model: ModelPath,
     catalog: CatalogOption = None,
     vocabulary: VocabularyOption = None,
+    sid_pattern: PatternOption = None,
     num_requests: Annotated[int, typer.Option("--requests", min=1, help="Random prompts to run.")] = 4,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of the longest prompt.")] = 128,
     beam_width: Annotated[int, typer.Option(min=1, help="Beams per request.")] = 64,
@@ -45,7 +47,15 @@ def verify(
 
     A backend that has no SID in common with the others is above every tolerance.
     """
-    engine = load_engine(model, catalog, vocabulary, device=device, dtype=dtype, quantization=quantization)
+    engine = load_engine(
+        model,
+        catalog,
+        vocabulary,
+        sid_pattern=sid_pattern,
+        device=device,
+        dtype=dtype,
+        quantization=quantization,
+    )
     generator = torch.Generator().manual_seed(seed)
     size = engine.model.config.vocab_size
     requests = []

@@ -169,6 +169,7 @@ class Engine:
         *,
         catalog: str | Path | ItemCatalog | None = None,
         vocabulary: SidVocabulary | None = None,
+        sid_pattern: str | Sequence[str] | None = None,
         forced_prefix: str = "auto",
         chat_template: bool = False,
         enable_thinking: bool = False,
@@ -181,6 +182,7 @@ class Engine:
                 tokens, a tokenizer. Its `generation_config.json` is not read: nothing in it may cut beams.
             catalog: an `ItemCatalog`, or a file or directory that `ItemCatalog.load` reads.
             vocabulary: which tokens are SID codes; None: found in the tokenizer.
+            sid_pattern: how SID tokens read, `pattern` of `SidVocabulary.from_vocab`; None: in a published way.
             forced_prefix, chat_template, enable_thinking: how text becomes tokens, see `PromptOptions`.
             options: fields of `EngineConfig` (`device`, `dtype`, `recurrent_backend`, ...).
         Raises:
@@ -191,12 +193,14 @@ class Engine:
         # Whether the model can be run at all, before its words are looked at.
         read_model_config(path)
         tokenizer = load_tokenizer(path)
+        if vocabulary is not None and sid_pattern is not None:
+            raise ConfigError("sid_pattern: give it or a vocabulary, not both")
         if vocabulary is None:
             if tokenizer is None:
                 raise ConfigError(
                     f"vocabulary: {path} has no tokenizer to find the SID tokens in; give a SidVocabulary"
                 )
-            vocabulary = SidVocabulary.from_tokenizer(tokenizer)
+            vocabulary = SidVocabulary.from_tokenizer(tokenizer, sid_pattern)
         if catalog is not None and not isinstance(catalog, ItemCatalog):
             catalog = ItemCatalog.load(catalog, vocabulary=vocabulary)
         model = load_model(path, dtype=config.dtype, device=device, quantization=config.quantization)

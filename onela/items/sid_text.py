@@ -55,11 +55,13 @@ def find_levels(vocab: Mapping[str, int], pattern: str | Sequence[str] | None) -
     if not found:
         raise VocabularyError(
             f"no SID tokens among {len(vocab)} tokens: looked for {' and '.join(CONVENTIONS)}; "
-            "pass pattern=, or the ids through SidVocabulary.from_token_ids"
+            "pass pattern= (--sid-pattern), or the ids through SidVocabulary.from_token_ids (--vocabulary)"
         )
     if len(found) > 1:
         seen = "; ".join(f"{name}: {_summary(labels)}" for name, labels in found.items())
-        raise VocabularyError(f"two SID conventions are present ({seen}); pass pattern= to choose one")
+        raise VocabularyError(
+            f"two SID conventions are present ({seen}); pass pattern= (--sid-pattern) to choose one"
+        )
     name, labels = next(iter(found.items()))
     return name, _by_label(labels, name)
 

@@ -324,7 +324,10 @@ class SidVocabulary:
 
     def _parse_known(self, body: str) -> tuple[int, ...]:
         codes = []
-        pieces = [piece + ">" for piece in body.split(">")[:-1]] if body.endswith(">") else [body]
+        closing = body[-1:]  # ">" in the published conventions
+        pieces = (
+            [body] if closing.isalnum() or not closing else [p + closing for p in body.split(closing)[:-1]]
+        )
         for level, piece in enumerate(pieces):
             found = self._by_string.get(piece)
             if found is None:

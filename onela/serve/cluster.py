@@ -52,7 +52,7 @@ class ClusterSpec:
 
     Attributes:
         model: checkpoint directory. catalog: catalogue, if any. vocabulary: token ids of each SID level, if they are
-            not to be found in the tokenizer.
+            not to be found in the tokenizer. sid_pattern: how SID tokens read, if not in a published way.
         replicas: at the start, and the least there are. max_replicas: the most; None: as many as `replicas`.
         target_requests: requests per replica above which another one is started, and below which one is given up.
         upscale_delay_s, downscale_delay_s: seconds that either must last.
@@ -63,6 +63,7 @@ class ClusterSpec:
     model: str
     catalog: str | None = None
     vocabulary: tuple[tuple[int, ...], ...] | None = None
+    sid_pattern: str | None = None
     replicas: int = 1
     max_replicas: int | None = None
     target_requests: int = 64
@@ -91,7 +92,12 @@ class ClusterSpec:
         """Load the engine of one replica."""
         vocabulary = None if self.vocabulary is None else SidVocabulary.from_token_ids(self.vocabulary)
         return Engine.from_pretrained(
-            self.model, catalog=self.catalog, vocabulary=vocabulary, **self.engine, **self.prompts
+            self.model,
+            catalog=self.catalog,
+            vocabulary=vocabulary,
+            sid_pattern=self.sid_pattern,
+            **self.engine,
+            **self.prompts,
         )
 
 

@@ -17,8 +17,9 @@ from transformers import AutoTokenizer
 
 import onela
 from onela.cli.main import COMMANDS, app, load_command
+from tests.checkpoints import save_qwen3
 from tests.engine.helpers import random_sids, save_qwen3_5, vocabulary_of
-from tests.fixtures import Published, save_minionerec, save_openonerec
+from tests.fixtures import Published, make_tokenizer, save_minionerec, save_openonerec
 
 SIZES = (5, 6, 4)
 
@@ -205,6 +206,36 @@ def test_catalog_inspect(tmp_path: Path) -> None:
     assert [level["level"] for level in report["levels"]] == [0, 1, 2]
     assert all(len(level["codes"]) == len(level["token_ids"]) > 0 for level in report["levels"])
     assert "levels" in run("catalog", "inspect", model).stdout
+
+
+def test_sid_tokens_of_another_reading(tmp_path: Path) -> None:
+    """A checkpoint that writes `[2:7]` for code 7 of level 2: refused until it is told how they read."""
+    tokens = [f"[{level}:{code}]" for level in range(3) for code in range(5)]
+    tokenizer = make_tokenizer(tokens)
+    save_qwen3(tmp_path, vocab_size=len(tokenizer))
+    tokenizer.save_pretrained(tmp_path)
+    model, pattern = str(tmp_path), r"\[(?P<level>\d+):(?P<code>\d+)\]"
+    refused = run("catalog", "inspect", model, code=2).stderr
+    assert "no SID tokens" in refused
+    assert "--sid-pattern" in refused
+    report = json.loads(run("catalog", "inspect", model, "--sid-pattern", pattern, "--json").stdout)
+    assert [level["codes"] for level in report["levels"]] == [list(range(5))] * 3
+    first = tokenizer.convert_tokens_to_ids("[0:0]")
+    assert [level["token_ids"][0] for level in report["levels"]] == [first, first + 5, first + 10]
+    catalog = tmp_path / "items.jsonl"
+    catalog.write_text('{"item_id": 1, "sid": "[0:1][1:2][2:3]"}\n{"item_id": 2, "sid": [4, 0, 4]}\n')
+    options = ["--sid-pattern", pattern, "--catalog", str(catalog), "--device", "cpu", "--json"]
+    answer = json.loads(run("recommend", model, "--prompt", "[0:1][1:1]", "-n", "2", *options).stdout)
+    assert answer["usage"]["prompt_tokens"] == 2
+    assert {item["item_ids"][0]: item["sid"] for item in answer["items"]} == {1: [1, 2, 3], 2: [4, 0, 4]}
+    both = run("recommend", model, "--tokens", "1", "--vocabulary", _levels(tmp_path), *options, code=2)
+    assert both.stderr == "onela: sid_pattern: give it or a vocabulary, not both\n"
+
+
+def _levels(path: Path) -> str:
+    file = path / "levels.json"
+    file.write_text("[[1], [2]]")
+    return str(file)
 
 
 def test_errors_are_one_line_and_exit_code_2(files: dict[str, str]) -> None:
