@@ -48,6 +48,17 @@ def copy_rows(dst, p_base, offset, live, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def copy_half_rows(dst, p_base, at, half: gl.constexpr, G: gl.constexpr):
+    """Half of the fp32 delta rows of the slots `at`."""
+    HALF: gl.constexpr = half_copy_layout(G.NW)
+    dst = dst._reinterpret(gl.float32, [G.BW, 64], half_image(G.NW))
+    cols = gl.arange(0, 64, layout=gl.SliceLayout(0, HALF)) + half * 64
+    at = gl.convert_layout(at, gl.SliceLayout(1, HALF), assert_trivial=True)
+    p_rows = p_base + (at.to(gl.int64) * G.HVV)[:, None] + cols[None, :]
+    async_copy.async_copy_global_to_shared(dst, p_rows, mask=(at >= 0)[:, None])
+
+
+@gluon.jit
 def copy_stage(ring, place, n, index, base, stride, S: gl.constexpr, G: gl.constexpr):
     """Start the copy of stage S of the tile of rows n; index holds their slots, then their ancestors' slots."""
     PIECE: gl.constexpr = piece_layout(G.NW)
@@ -67,12 +78,7 @@ def copy_stage(ring, place, n, index, base, stride, S: gl.constexpr, G: gl.const
         if G.DS == 1:
             copy_rows(dst, base[4], at.to(gl.int64) * G.HVV, at >= 0, PIECE)
         else:
-            HALF: gl.constexpr = half_copy_layout(G.NW)
-            dst = dst._reinterpret(gl.float32, [G.BW, 64], half_image(G.NW))
-            cols = gl.arange(0, 64, layout=gl.SliceLayout(0, HALF)) + (S - G.DELTAS) % 2 * 64
-            at = gl.convert_layout(at, gl.SliceLayout(1, HALF), assert_trivial=True)
-            p_rows = base[4] + (at.to(gl.int64) * G.HVV)[:, None] + cols[None, :]
-            async_copy.async_copy_global_to_shared(dst, p_rows, mask=(at >= 0)[:, None])
+            copy_half_rows(dst, base[4], at, (S - G.DELTAS) % 2, G)
     elif S == G.LAST:
         copy_rows(dst, base[2], n.to(gl.int64) * stride[2], index[0] >= 0, PIECE)
     else:
@@ -181,10 +187,36 @@ def key_dots(lefts, keys, KB: gl.constexpr, NW: gl.constexpr):
 
 
 @gluon.jit
+def state_rows(LAYOUT: gl.constexpr):
+    """Which row of the state goes to each row in shared memory, so that `to_pieces` moves nothing."""
+    rows = gl.arange(0, 128, layout=gl.SliceLayout(1, LAYOUT))
+    return rows // 32 * 32 + rows // 2 % 4 * 8 + rows // 8 % 4 * 2 + rows % 2
+
+
+@gluon.jit
 def to_pieces(u, BW: gl.constexpr, NW: gl.constexpr):
     """Accumulator columns, in the order of the state's rows in shared memory, to piece_layout: registers only."""
     u = u.reshape([BW, 4, 4, 4, 2]).permute(0, 1, 3, 2, 4).reshape([BW, 128])
     return gl.convert_layout(u, piece_layout(NW), assert_trivial=True)
+
+
+@gluon.jit
+def sigmoid(x):
+    """By hand: a full division and an exponential with subnormals would take three times the instructions."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .f32 e;
+        mul.ftz.f32 e, $1, 0fBFB8AA3B;
+        ex2.approx.ftz.f32 e, e;
+        add.ftz.f32 e, e, 0f3F800000;
+        rcp.approx.ftz.f32 $0, e;
+        }""",
+        "=f,f",
+        [x],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @gluon.jit
@@ -195,22 +227,7 @@ def gated_norm(o, z, weight, eps, COLUMNS: gl.constexpr):
     if weight.dtype == z.dtype:
         o = o.to(z.dtype).to(gl.float32)
     z = z.to(gl.float32)
-    # By hand: a full division and an exponential with subnormals would take three times the instructions.
-    sigmoid = gl.inline_asm_elementwise(
-        """{
-        .reg .f32 e;
-        mul.ftz.f32 e, $1, 0fBFB8AA3B;
-        ex2.approx.ftz.f32 e, e;
-        add.ftz.f32 e, e, 0f3F800000;
-        rcp.approx.ftz.f32 $0, e;
-        }""",
-        "=f,f",
-        [z],
-        dtype=gl.float32,
-        is_pure=True,
-        pack=1,
-    )
-    return o * (z * sigmoid)
+    return o * (z * sigmoid(z))
 
 
 @gluon.jit(do_not_specialize=["N", "B", "rows_per_program", "s_g", "s_beta", "s_ancestors"])
@@ -299,8 +316,7 @@ def gated_delta_replay_hopper_kernel(
         prompt = gl.max(gl.where(requests == request, prompts, -1), axis=0)
         live_end = gl.where(prompt >= 0, end, start)
 
-        v_rows = gl.arange(0, 128, layout=gl.SliceLayout(1, STATE_COPY))
-        v_rows = v_rows // 32 * 32 + v_rows // 2 % 4 * 8 + v_rows // 8 % 4 * 2 + v_rows % 2
+        v_rows = state_rows(STATE_COPY)
         cols = gl.arange(0, 128, layout=gl.SliceLayout(0, STATE_COPY))
         p_block = p_state + (gl.maximum(prompt, 0).to(gl.int64) * HV + i_hv) * (2 * V * K) + i_v * (128 * K)
         for half in gl.static_range(2):

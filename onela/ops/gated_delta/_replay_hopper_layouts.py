@@ -44,6 +44,42 @@ def geometry(H, HV, K, V, T, NW, RING, RAW, DS, NORM):
     return Geometry(H, HV, K, V, T, NW, RING, RAW, DS, NORM)
 
 
+@dataclass(frozen=True)
+class LayerGeometry:
+    """The same for the whole layer step, K = V = 128. A window is the inputs of min(T, 3) ancestors and the row's own.
+
+    Stages of one tile: q's window, k's window up to KEYS, the keys up to DELTAS, the deltas up to LAST, v's window up
+    to GATE, the gate z.
+    """
+
+    H: int
+    HV: int
+    T: int
+    NW: int
+    RING: int
+    DS: int
+    """Stages of a delta row: two when it is fp32."""
+
+    def __post_init__(self):
+        put = object.__setattr__
+        put(self, "BW", 8 * self.NW)
+        put(self, "HK", self.H * 128)
+        put(self, "HVV", self.HV * 128)
+        put(self, "C", 2 * self.HK + self.HVV)
+        put(self, "WINDOW", min(self.T, 3) + 1)
+        put(self, "KEYS", 2 * self.WINDOW)
+        put(self, "DELTAS", self.KEYS + self.T)
+        put(self, "LAST", self.DELTAS + self.T * self.DS)
+        put(self, "GATE", self.LAST + self.WINDOW)
+        put(self, "STAGES", self.GATE + 1)
+        put(self, "REACH", (self.RING + self.STAGES - 1) // self.STAGES)
+
+
+@gluon.constexpr_function
+def layer_geometry(H, HV, T, NW, RING, DS):
+    return LayerGeometry(H, HV, T, NW, RING, DS)
+
+
 @gluon.constexpr_function
 def warp_bases(NW):
     return {4: [[8, 0], [16, 0]], 8: [[8, 0], [16, 0], [32, 0]]}[NW]
@@ -94,6 +130,30 @@ def operand_layout(NW):
         warp_bases=warp_bases(NW),
         block_bases=[],
         shape=[8 * NW, 128],
+    )
+
+
+@gluon.constexpr_function
+def conv_layout(NW):
+    """Thread: 8 channels of 4 of its warp's rows; eight lanes read the 128 bytes of two rows that lie together."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [2, 0], [4, 0]],
+        lane_bases=[[0, 8], [0, 16], [1, 0], [0, 32], [0, 64]],
+        warp_bases=warp_bases(NW),
+        block_bases=[],
+        shape=[8 * NW, 128],
+    )
+
+
+@gluon.constexpr_function
+def taps_layout(NW):
+    """The four weights of those 8 channels, 64 bytes that lie together."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
+        lane_bases=[[8, 0], [16, 0], [0, 0], [32, 0], [64, 0]],
+        warp_bases=[[0, 0]] * len(warp_bases(NW)),
+        block_bases=[],
+        shape=[128, 4],
     )
 
 

@@ -1,4 +1,4 @@
-"""The decode step of a whole Gated DeltaNet layer in two launches: convolution and gates, then replay and norm."""
+"""The decode step of a whole Gated DeltaNet layer: one launch where a Hopper GPU can, else two."""
 
 from __future__ import annotations
 
@@ -44,8 +44,7 @@ def gated_delta_layer_step_triton(
 ) -> Tensor:
     """Short convolution, SiLU, gates, replay and gated RMSNorm of every beam: `gated_delta_layer_step_ref`'s contract.
 
-    The first launch writes the inputs' and the keys' records and leaves q, v and the gates to the second, which replays
-    and normalises. A head whose state is too large for one program takes a third, for the norm.
+    On a Hopper GPU one launch takes what `supports_layer_hopper` says. Else `launch_pair`.
 
     Args:
         as in `gated_delta_layer_step_ref`; floats are bf16, fp16 or fp32; K and V are powers of two from 16 to 512.
@@ -75,6 +74,64 @@ def gated_delta_layer_step_triton(
             raise DtypeError(f"{name}: expected mixed_qkv's {mixed_qkv.dtype}, got {tensor.dtype}")
     if N == 0:
         return mixed_qkv.new_empty(0, HV * V)
+    layer: dict[str, Any] = {
+        "conv_weight": conv_weight,
+        "A_log": A_log,
+        "dt_bias": dt_bias,
+        "norm_weight": norm_weight,
+        "norm_eps": norm_eps,
+        "recurrent_state": recurrent_state,
+        "conv_state": conv_state,
+        "records_g": records_g,
+        "records_delta": records_delta,
+        "records_k": records_k,
+        "records_x": records_x,
+        "slots": slots,
+        "ancestors": ancestors,
+        "cu_rows": cu_rows,
+        "prompts": prompts,
+        "depths": depths,
+    }
+    if mixed_qkv.is_cuda:
+        # Imported late: the interpreter must not see Gluon.
+        from onela.ops.gated_delta.layer_step_hopper import launch_layer_hopper, supports_layer_hopper
+
+        if supports_layer_hopper(mixed_qkv, z, **layer):
+            return launch_layer_hopper(mixed_qkv, z, b, a, **layer)
+    return launch_pair(mixed_qkv, z, b, a, **layer)
+
+
+def launch_pair(
+    mixed_qkv: Tensor,
+    z: Tensor,
+    b: Tensor,
+    a: Tensor,
+    *,
+    conv_weight: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    norm_eps: float,
+    recurrent_state: Tensor,
+    conv_state: Tensor,
+    records_g: Tensor,
+    records_delta: Tensor,
+    records_k: Tensor,
+    records_x: Tensor,
+    slots: Tensor,
+    ancestors: Tensor,
+    cu_rows: Tensor,
+    prompts: Tensor,
+    depths: Tensor,
+) -> Tensor:
+    """The layer step in two launches, for tensors that `gated_delta_layer_step_triton` has checked.
+
+    The first launch writes the inputs' and the keys' records and leaves q, v and the gates to the second, which replays
+    and normalises. A head whose state is too large for one program takes a third, for the norm.
+    """
+    N = mixed_qkv.shape[0]
+    H, K = records_k.shape[1:]
+    HV, V = records_delta.shape[1:]
     qv, g, beta = launch_conv_gates(
         *(mixed_qkv, b, a, conv_weight, A_log, dt_bias, conv_state, records_x, records_k),
         *(slots, ancestors, cu_rows, prompts, depths),

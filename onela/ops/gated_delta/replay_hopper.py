@@ -254,14 +254,18 @@ def stages_of_tile(K: int, T: int, wide: bool) -> int:
 
 
 @lru_cache(maxsize=4096)
-def choose_hopper(N: int, B: int, HV: int, K: int, V: int, stages: int, multiprocessors: int) -> HopperConfig:
-    """The cut with the least bytes to move one after the other: a program's tiles and states, times the waves."""
+def choose_hopper(
+    N: int, B: int, HV: int, K: int, V: int, stages: int, multiprocessors: int, stored: int = 2
+) -> HopperConfig:
+    """The cut with the least bytes to move one after the other: a program's tiles and states, times the waves.
+
+    `stages` of a tile are read and `stored` are written: the output and the new delta.
+    """
     num_warps, together = (4, 2) if K == 128 else (8, 1)
     BW = 8 * num_warps
     # Measured: when a tile's stages are one less than a multiple of the ring, the step takes up to 20 % longer.
     ring = 5 if stages % 6 == 5 else 6
-    # Besides the stages, the output and the new delta.
-    tile = BW * 256 * (stages + 2)
+    tile = BW * 256 * (stages + stored)
     state = 4 * 128 * K
     average = triton.cdiv(N, max(B, 1))
     best = (float("inf"), HopperConfig(num_warps=num_warps, ring=ring))

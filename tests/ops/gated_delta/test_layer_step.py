@@ -43,10 +43,11 @@ def layer(sizes: Sizes, dtype: torch.dtype, device: torch.device, *, kernel_size
 def projections(
     n: int, sizes: Sizes, dtype: torch.dtype, device: torch.device, seed: int
 ) -> dict[str, Tensor]:
-    """Slices of one fused projection, as a layer hands them over: rows are strided."""
+    """Slices of one fused projection, as a layer hands them over: rows are strided, by a multiple of 16 elements."""
     qkv, gate = 2 * sizes.H * sizes.K + sizes.HV * sizes.V, sizes.HV * sizes.V
-    fused = normal(n, qkv + gate + 2 * sizes.HV, seed=seed, dtype=dtype).to(device)
-    parts = fused.split([qkv, gate, sizes.HV, sizes.HV], dim=1)
+    used = qkv + gate + 2 * sizes.HV
+    fused = normal(n, -(-used // 16) * 16, seed=seed, dtype=dtype).to(device)
+    parts = fused[:, :used].split([qkv, gate, sizes.HV, sizes.HV], dim=1)
     return dict(zip(("mixed_qkv", "z", "b", "a"), parts))
 
 

@@ -1,0 +1,122 @@
+"""The layer step in one launch against its reference, on the GPU it is for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from onela.ops.gated_delta.layer_step_reference import gated_delta_layer_step_ref
+from onela.ops.gated_delta.reference import split_state
+from tests.ops.gated_delta.scenario import Sizes
+from tests.ops.gated_delta.test_layer_step import layer, normal, projections, records
+from tests.ops.trees import grow_tree, step_index
+from tests.tolerances import LAYER_STEP
+
+pytest.importorskip("triton")
+from onela.ops.gated_delta.layer_step import launch_pair
+from onela.ops.gated_delta.layer_step_hopper import launch_layer_hopper, supports_layer_hopper
+from onela.ops.gated_delta.replay_hopper import HopperConfig
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
+
+WIDTHS = [[3, 37, 33, 70, 9, 31, 64, 5, 6], [1, 2, 300, 1], [5, 5, 64, 65, 129, 128, 40, 33]]
+PROMPTS = [1, 2, 0]
+LEVELS = [[0, 0, 0], [1, 1, 1], [2, 2, 2], [3, 3, 3], [6, 3, 7], [0, None, 5], [None, 1, 2], [8, 0, 1]]
+
+
+def compare(
+    sizes: Sizes,
+    level: list[int | None],
+    *,
+    record_dtype: torch.dtype = torch.bfloat16,
+    index_dtype: torch.dtype = torch.int32,
+    prompts: list[int] | None = None,
+    config: HopperConfig | None = None,
+    **options: int,
+) -> None:
+    """One step: outputs and all records, the inputs' record and the untouched slots to the bit."""
+    device, bf16 = torch.device("cuda"), torch.bfloat16
+    tree = grow_tree(WIDTHS, seed=4)
+    given: dict[str, Any] = layer(sizes, bf16, device)
+    given["recurrent_state"] = split_state(given["recurrent_state"])
+    index, slots = step_index(tree, level, prompts or PROMPTS, device, **options)
+    index = {name: tensor.to(index_dtype) for name, tensor in index.items()}
+    rows = projections(len(slots), sizes, bf16, device, seed=30)
+    old = records(tree.num_slots, sizes, bf16, record_dtype, device)
+    # What nobody may read is NaN: only slots that are somebody's ancestors hold numbers.
+    read = index["ancestors"][index["ancestors"] >= 0].long().unique()
+    for seed, (name, tensor) in enumerate(old.items()):
+        values = normal(len(read), *tensor.shape[1:], seed=40 + seed) * (
+            0.1 if name == "records_delta" else 1
+        )
+        tensor[read] = (-values.abs() * 0.3 if name == "records_g" else values).to(device, tensor.dtype)
+    mine = {name: tensor.clone() for name, tensor in old.items()}
+    pair = {name: tensor.clone() for name, tensor in old.items()}
+    wanted = {name: tensor.clone() for name, tensor in old.items()}
+    assert supports_layer_hopper(rows["mixed_qkv"], rows["z"], **given, **mine, **index)
+    o = launch_layer_hopper(**rows, **given, **mine, **index, config=config)
+    expected = gated_delta_layer_step_ref(**rows, **given, **wanted, **index)
+    limit = LAYER_STEP["bf16"]
+    torch.testing.assert_close(o, expected, **limit)
+    assert (o[index["slots"] < 0] == 0).all()
+    assert torch.equal(mine["records_x"].isnan(), wanted["records_x"].isnan())
+    assert torch.equal(mine["records_x"].nan_to_num(), wanted["records_x"].nan_to_num())
+    for name in wanted:
+        torch.testing.assert_close(mine[name], wanted[name], **limit, equal_nan=True)
+    # Both ways on the GPU round at the same places, and differ in the order of sums alone.
+    torch.testing.assert_close(o, launch_pair(**rows, **given, **pair, **index), **limit)
+    torch.testing.assert_close(mine["records_k"], pair["records_k"], rtol=2**-7, atol=1e-3, equal_nan=True)
+
+
+@pytest.mark.parametrize("level", LEVELS, ids=str)
+def test_ragged_rows_and_depths(level: list[int | None]) -> None:
+    compare(Sizes(H=2, HV=4, K=128, V=128), level, tail=3, pad_every=7)
+    compare(Sizes(H=2, HV=2, K=128, V=128), level, record_dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [HopperConfig(splits=3, ring=5), HopperConfig(ring=4, overlap=False), HopperConfig(splits=9)],
+    ids=str,
+)
+@pytest.mark.parametrize("level", [[0, 0, 0], [1, 2, 2], [4, 3, 5]], ids=str)
+def test_cuts(level: list[int | None], config: HopperConfig) -> None:
+    compare(Sizes(H=2, HV=4, K=128, V=128), level, config=config, tail=1)
+
+
+@pytest.mark.parametrize(("H", "HV"), [(1, 1), (16, 16), (16, 32), (4, 16)])
+def test_heads(H: int, HV: int) -> None:
+    compare(Sizes(H=H, HV=HV, K=128, V=128), [2, 2, 1])
+
+
+def test_more_columns_than_depth() -> None:
+    compare(Sizes(H=2, HV=2, K=128, V=128), [1, 1, 0], extra_depth=3)
+
+
+def test_long_indices() -> None:
+    compare(Sizes(H=2, HV=2, K=128, V=128), [3, 3, 3], index_dtype=torch.int64)
+
+
+def test_prompt_pad_and_all_padding() -> None:
+    compare(Sizes(H=2, HV=2, K=128, V=128), [2, 2, 2], prompts=[1, -1, 0])
+    compare(Sizes(H=2, HV=2, K=128, V=128), [None, None, None], tail=70)
+
+
+def test_what_it_leaves_to_the_pair() -> None:
+    device, bf16 = torch.device("cuda"), torch.bfloat16
+    tree = grow_tree(WIDTHS, seed=4)
+    index, slots = step_index(tree, [1, 1, 1], PROMPTS, device)
+    for sizes, dtype, split in (
+        (Sizes(H=1, HV=2, K=128, V=256), bf16, True),
+        (Sizes(H=1, HV=2, K=128, V=128), bf16, False),
+        (Sizes(H=1, HV=2, K=128, V=128), torch.float16, True),
+    ):
+        given: dict[str, Any] = layer(sizes, dtype, device)
+        if split:
+            given["recurrent_state"] = split_state(given["recurrent_state"])
+        rows = projections(len(slots), sizes, dtype, device, seed=30)
+        kept = records(tree.num_slots, sizes, dtype, bf16, device)
+        assert not supports_layer_hopper(rows["mixed_qkv"], rows["z"], **given, **kept, **index)
