@@ -46,7 +46,7 @@ def projections(
     """Slices of one fused projection, as a layer hands them over: rows are strided, by a multiple of 16 elements."""
     qkv, gate = 2 * sizes.H * sizes.K + sizes.HV * sizes.V, sizes.HV * sizes.V
     used = qkv + gate + 2 * sizes.HV
-    fused = normal(n, -(-used // 16) * 16, seed=seed, dtype=dtype).to(device)
+    fused = torch.nn.functional.pad(normal(n, used, seed=seed, dtype=dtype).to(device), (0, -used % 16))
     parts = fused[:, :used].split([qkv, gate, sizes.HV, sizes.HV], dim=1)
     return dict(zip(("mixed_qkv", "z", "b", "a"), parts))
 
