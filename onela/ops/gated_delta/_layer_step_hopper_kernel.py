@@ -49,10 +49,10 @@ def copy_stage(ring, place, n, index, base, stride, S: gl.constexpr, G: gl.const
     """Start the copy of stage S of the tile of rows n; index holds their slots, then their ancestors' slots."""
     dst = ring.index(place)
     PIECE: gl.constexpr = piece_layout(G.NW)
-    if S < G.KEYS or (S >= G.LAST and S < G.GATE):
-        # Inputs of the convolution: of q, k or v; of an ancestor, or the row's own.
-        PART: gl.constexpr = S // G.WINDOW if S < G.KEYS else 2
-        AT: gl.constexpr = S % G.WINDOW if S < G.KEYS else S - G.LAST
+    if S < G.KEYS:
+        # Inputs of the convolution: of v, q or k; of an ancestor, or the row's own.
+        PART: gl.constexpr = S // G.WINDOW
+        AT: gl.constexpr = S % G.WINDOW
         if AT < G.WINDOW - 1:
             at = index[1 + G.T - (G.WINDOW - 1) + AT]
             copy_rows(dst, base[3 + PART], at.to(gl.int64) * G.C, at >= 0, PIECE)
@@ -61,7 +61,7 @@ def copy_stage(ring, place, n, index, base, stride, S: gl.constexpr, G: gl.const
     elif S < G.DELTAS:
         at = index[1 + S - G.KEYS]
         copy_rows(dst, base[6], at.to(gl.int64) * G.HK, at >= 0, PIECE)
-    elif S < G.LAST:
+    elif S < G.GATE:
         at = index[1 + (S - G.DELTAS) // G.DS]
         if G.DS == 1:
             copy_rows(dst, base[7], at.to(gl.int64) * G.HVV, at >= 0, PIECE)
@@ -118,56 +118,50 @@ def load_taps(p_weight, NW: gl.constexpr):
 
 
 @gluon.jit
-def prompt_tail(p_weight, p_tail, live, depth, NW: gl.constexpr):
+def prompt_tail(p_weight, p_conv_state, channel, live, depth, NW: gl.constexpr):
     """The part of the window that reaches into the prompt, the same for all of its beams: [128] fp32."""
-    channels = gl.arange(0, 128, layout=gl.SliceLayout(0, conv_layout(NW)))
-    w = load_taps(p_weight, NW)
+    channels = channel + gl.arange(0, 128, layout=gl.SliceLayout(0, conv_layout(NW)))
+    w = load_taps(p_weight + channel * TAPS, NW)
     tail = gl.zeros([128], gl.float32, gl.SliceLayout(0, conv_layout(NW)))
     for i in gl.static_range(TAPS - 1):
         reaches = live & (i + depth < TAPS - 1)
-        x = gl.load(p_tail + channels * (TAPS - 1) + (i + depth), mask=(channels >= 0) & reaches, other=0.0)
+        x = gl.load(
+            p_conv_state + channels * (TAPS - 1) + (i + depth), mask=(channels >= 0) & reaches, other=0.0
+        )
         tail += w[i] * x.to(gl.float32)
     return tail
 
 
 @gluon.jit
 def convolve(
-    ring,
-    place,
-    n,
-    indices,
-    base,
-    stride,
-    p_weight,
-    p_tail,
-    live,
-    depth,
-    tail,
-    S: gl.constexpr,
-    G: gl.constexpr,
-):
-    """Sum the window whose first stage is S, through SiLU; the result lies where the row's own input lay.
+    ring, place, n, indices, base, stride, conv, channel, tail, written, S: gl.constexpr, G: gl.constexpr
+):  # fmt: skip
+    """Sum the window of 128 channels whose first stage is S, through SiLU; record the rows' own inputs.
 
-    Returns the place of the result, which is yet to be refilled, and the row's own input.
+    The result lies where the own input lay: returns its place, which is yet to be refilled.
     """
+    p_weight, p_conv_state, p_record, live, depth = conv
     CONV: gl.constexpr = conv_layout(G.NW)
+    PIECE: gl.constexpr = piece_layout(G.NW)
     BW: gl.constexpr = G.BW
-    w = load_taps(p_weight, G.NW)
+    w = load_taps(p_weight + channel * TAPS, G.NW)
     y = gl.zeros([BW, 128], gl.float32, CONV)
     if G.WINDOW < TAPS:
         y += tail[None, :]
     else:
         if depth < TAPS - 1:
-            y += prompt_tail(p_weight, p_tail, live, depth, G.NW)[None, :]
+            y += prompt_tail(p_weight, p_conv_state, channel, live, depth, G.NW)[None, :]
     for i in gl.static_range(G.WINDOW - 1):
         x = load_stages(ring, place, 1, CONV, G)[0].to(gl.float32)
         place = refill(ring, place, n, indices, base, stride, S + i, G)
         y += x * w[TAPS - G.WINDOW + i][None, :]
-    own = load_stages(ring, place, 1, piece_layout(G.NW), G)[0]
+    own = load_stages(ring, place, 1, PIECE, G)[0]
     y += ring.index(place).load(CONV).to(gl.float32) * w[TAPS - 1][None, :]
     y = y * sigmoid(y)
     ring.index(place).store(y.to(gl.bfloat16))
-    return place, own
+    out = gl.arange(0, 128, layout=gl.SliceLayout(0, PIECE))
+    gl.store(p_record + channel + out[None, :], own, mask=written)
+    return place
 
 
 @gluon.jit(do_not_specialize=["N", "B", "rows_per_program", "s_a", "s_b", "s_ancestors"])
@@ -241,12 +235,12 @@ def gated_delta_layer_step_hopper_kernel(
     c_q, c_k, c_v = i_h * 128, G.HK + i_h * 128, 2 * G.HK + i_hv * 128
     column = i_hv * 128
     base = (
+        p_x + c_v,
         p_x + c_q,
         p_x + c_k,
-        p_x + c_v,
+        p_records_x + c_v,
         p_records_x + c_q,
         p_records_x + c_k,
-        p_records_x + c_v,
         p_records_k + i_h * 128,
         p_records_delta + column,
         p_z + column,
@@ -279,13 +273,13 @@ def gated_delta_layer_step_hopper_kernel(
         async_copy.commit_group()
         depth = gl.load(p_depths + request, mask=live, other=0).to(gl.int32)
         p_tail = p_conv_state + gl.maximum(prompt, 0).to(gl.int64) * (G.C * (TAPS - 1))
-        tail_q = gl.to_tensor(0.0)
-        tail_k = tail_q
-        tail_v = tail_q
+        tail_v = gl.to_tensor(0.0)
+        tail_q = tail_v
+        tail_k = tail_v
         if G.WINDOW < TAPS:
-            tail_q = prompt_tail(p_weight + c_q * TAPS, p_tail + c_q * (TAPS - 1), live, depth, NW)
-            tail_k = prompt_tail(p_weight + c_k * TAPS, p_tail + c_k * (TAPS - 1), live, depth, NW)
-            tail_v = prompt_tail(p_weight + c_v * TAPS, p_tail + c_v * (TAPS - 1), live, depth, NW)
+            tail_v = prompt_tail(p_weight, p_tail, c_v, live, depth, NW)
+            tail_q = prompt_tail(p_weight, p_tail, c_q, live, depth, NW)
+            tail_k = prompt_tail(p_weight, p_tail, c_k, live, depth, NW)
         # All that comes from the prompt is loaded while the kernel before this one drains.
         if OVERLAP:
             if start == first:
@@ -321,25 +315,22 @@ def gated_delta_layer_step_hopper_kernel(
             written = (slot >= 0)[:, None]
             shared = written & owner
             out = gl.arange(0, 128, layout=gl.SliceLayout(0, PIECE))
-            p_own = p_records_x + (slot * G.C)[:, None] + out[None, :]
+            p_record = p_records_x + (slot * G.C)[:, None]
+            conv = (p_weight, p_tail, p_record, live, depth)
 
-            place, own = convolve(
-                ring, place, n, indices, base, stride, p_weight + c_q * TAPS, p_tail + c_q * (TAPS - 1), live,
-                depth, tail_q, 0, G,
-            )  # fmt: skip
-            gl.store(p_own + c_q, own, mask=shared)
-            xq = ring.index(place).load(OPERAND)
+            place = convolve(ring, place, n, indices, base, stride, conv, c_v, tail_v, written, 0, G)
+            v = ring.index(place).load(PIECE)
             place = refill(ring, place, n, indices, base, stride, G.WINDOW - 1, G)
-            place, own = convolve(
-                ring, place, n, indices, base, stride, p_weight + c_k * TAPS, p_tail + c_k * (TAPS - 1), live,
-                depth, tail_k, G.WINDOW, G,
-            )  # fmt: skip
-            gl.store(p_own + c_k, own, mask=shared)
-            xk = ring.index(place).load(OPERAND)
-            key = ring.index(place).load(PIECE)
-            p_key = p_records_k + i_h * 128 + (slot * G.HK)[:, None] + out[None, :]
-            gl.store(p_key, key, mask=shared)
+            place = convolve(ring, place, n, indices, base, stride, conv, c_q, tail_q, shared, G.WINDOW, G)
+            xq = ring.index(place).load(OPERAND)
             place = refill(ring, place, n, indices, base, stride, 2 * G.WINDOW - 1, G)
+            place = convolve(
+                ring, place, n, indices, base, stride, conv, c_k, tail_k, shared, 2 * G.WINDOW, G
+            )
+            xk = ring.index(place).load(OPERAND)
+            p_key = p_records_k + i_h * 128 + (slot * G.HK)[:, None] + out[None, :]
+            gl.store(p_key, ring.index(place).load(PIECE), mask=shared)
+            place = refill(ring, place, n, indices, base, stride, G.KEYS - 1, G)
 
             # One product for both: a warp's tile is [8 rows of q; 8 rows of k].
             a = gl.join(xq.reshape([NW, 8, 128]), xk.reshape([NW, 8, 128])).permute(0, 3, 1, 2)
@@ -384,14 +375,7 @@ def gated_delta_layer_step_hopper_kernel(
                 weight = weights[T - 1 - j]
                 uq += delta * (coefficients[2 * j] * q_scale * weight)[:, None]
                 uk += delta * (coefficients[2 * j + 1] * k_scale * weight)[:, None]
-            place, own = convolve(
-                ring, place, n, indices, base, stride, p_weight + c_v * TAPS, p_tail + c_v * (TAPS - 1), live,
-                depth, tail_v, G.LAST, G,
-            )  # fmt: skip
-            gl.store(p_own + c_v, own, mask=written)
-            b_v = ring.index(place).load(PIECE).to(gl.float32)
-            place = refill(ring, place, n, indices, base, stride, G.GATE - 1, G)
-            delta = b_beta[:, None] * (b_v - uk)
+            delta = b_beta[:, None] * (v.to(gl.float32) - uk)
             b_o = uq + delta * qk[:, None]
             b_weight = gl.load(p_norm_weight + out)
             b_z = load_stages(ring, place, 1, PIECE, G)[0]

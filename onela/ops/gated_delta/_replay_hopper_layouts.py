@@ -48,8 +48,7 @@ def geometry(H, HV, K, V, T, NW, RING, RAW, DS, NORM):
 class LayerGeometry:
     """The same for the whole layer step, K = V = 128. A window is the inputs of min(T, 3) ancestors and the row's own.
 
-    Stages of one tile: q's window, k's window up to KEYS, the keys up to DELTAS, the deltas up to LAST, v's window up
-    to GATE, the gate z.
+    Stages of one tile: the windows of v, q and k up to KEYS, the keys up to DELTAS, the deltas up to GATE, the gate z.
     """
 
     H: int
@@ -67,10 +66,9 @@ class LayerGeometry:
         put(self, "HVV", self.HV * 128)
         put(self, "C", 2 * self.HK + self.HVV)
         put(self, "WINDOW", min(self.T, 3) + 1)
-        put(self, "KEYS", 2 * self.WINDOW)
+        put(self, "KEYS", 3 * self.WINDOW)
         put(self, "DELTAS", self.KEYS + self.T)
-        put(self, "LAST", self.DELTAS + self.T * self.DS)
-        put(self, "GATE", self.LAST + self.WINDOW)
+        put(self, "GATE", self.DELTAS + self.T * self.DS)
         put(self, "STAGES", self.GATE + 1)
         put(self, "REACH", (self.RING + self.STAGES - 1) // self.STAGES)
 
