@@ -30,6 +30,7 @@ from onela.ops.gated_delta._replay_hopper_kernel import (
     sigmoid,
     state_rows,
     to_pieces,
+    widen,
 )
 from onela.ops.gated_delta._replay_hopper_layouts import (
     conv_layout,
@@ -103,17 +104,14 @@ def load_index(p_slots, p_ancestors, s_ancestors, shift, n, end, T: gl.constexpr
 def load_taps(p_weight, NW: gl.constexpr):
     """The four weights of each of 128 channels, oldest input first; each [128] fp32."""
     CHANNELS: gl.constexpr = gl.SliceLayout(0, conv_layout(NW))
-    LAYOUT: gl.constexpr = taps_layout(NW)
-    rows = gl.arange(0, 128, layout=gl.SliceLayout(1, LAYOUT))
-    taps = gl.arange(0, TAPS, layout=gl.SliceLayout(0, LAYOUT))
-    w = gl.load(p_weight + rows[:, None] * TAPS + taps[None, :])
+    w = widen(gl.load(p_weight + gl.arange(0, 128 * TAPS, layout=taps_layout(NW))))
     even, odd = w.reshape([128, 2, 2]).split()
     w_0, w_2 = even.split()
     w_1, w_3 = odd.split()
-    w_0 = gl.convert_layout(w_0, CHANNELS, assert_trivial=True).to(gl.float32)
-    w_1 = gl.convert_layout(w_1, CHANNELS, assert_trivial=True).to(gl.float32)
-    w_2 = gl.convert_layout(w_2, CHANNELS, assert_trivial=True).to(gl.float32)
-    w_3 = gl.convert_layout(w_3, CHANNELS, assert_trivial=True).to(gl.float32)
+    w_0 = gl.convert_layout(w_0, CHANNELS, assert_trivial=True)
+    w_1 = gl.convert_layout(w_1, CHANNELS, assert_trivial=True)
+    w_2 = gl.convert_layout(w_2, CHANNELS, assert_trivial=True)
+    w_3 = gl.convert_layout(w_3, CHANNELS, assert_trivial=True)
     return w_0, w_1, w_2, w_3
 
 
@@ -152,11 +150,11 @@ def convolve(
         if depth < TAPS - 1:
             y += prompt_tail(p_weight, p_conv_state, channel, live, depth, G.NW)[None, :]
     for i in gl.static_range(G.WINDOW - 1):
-        x = load_stages(ring, place, 1, CONV, G)[0].to(gl.float32)
+        x = widen(load_stages(ring, place, 1, CONV, G)[0])
         place = refill(ring, place, n, indices, base, stride, S + i, G)
         y += x * w[TAPS - G.WINDOW + i][None, :]
     own = load_stages(ring, place, 1, PIECE, G)[0]
-    y += ring.index(place).load(CONV).to(gl.float32) * w[TAPS - 1][None, :]
+    y += widen(ring.index(place).load(CONV)) * w[TAPS - 1][None, :]
     y = y * sigmoid(y)
     ring.index(place).store(y.to(gl.bfloat16))
     out = gl.arange(0, 128, layout=gl.SliceLayout(0, PIECE))
@@ -375,7 +373,7 @@ def gated_delta_layer_step_hopper_kernel(
                 weight = weights[T - 1 - j]
                 uq += delta * (coefficients[2 * j] * q_scale * weight)[:, None]
                 uk += delta * (coefficients[2 * j + 1] * k_scale * weight)[:, None]
-            delta = b_beta[:, None] * (v.to(gl.float32) - uk)
+            delta = b_beta[:, None] * (widen(v) - uk)
             b_o = uq + delta * qk[:, None]
             b_weight = gl.load(p_norm_weight + out)
             b_z = load_stages(ring, place, 1, PIECE, G)[0]

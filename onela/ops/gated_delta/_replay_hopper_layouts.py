@@ -145,13 +145,13 @@ def conv_layout(NW):
 
 @gluon.constexpr_function
 def taps_layout(NW):
-    """The four weights of those 8 channels, 64 bytes that lie together."""
+    """The four weights of those 8 channels, 64 bytes that lie together, in a row of all."""
     return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
-        lane_bases=[[8, 0], [16, 0], [0, 0], [32, 0], [64, 0]],
-        warp_bases=[[0, 0]] * len(warp_bases(NW)),
+        reg_bases=[[1], [2], [4], [8], [16]],
+        lane_bases=[[32], [64], [0], [128], [256]],
+        warp_bases=[[0]] * len(warp_bases(NW)),
         block_bases=[],
-        shape=[128, 4],
+        shape=[512],
     )
 
 
