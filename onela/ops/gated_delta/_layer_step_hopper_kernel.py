@@ -1,8 +1,9 @@
 """The whole layer step for Hopper (Gluon) in one launch: convolution, gates, replay, norm.
 
-The replay kernel's plan, with the convolution in front of its products: a tile's ring begins with the inputs of q's
-window (ancestors', then the row's own), then k's, and has v's where v was. The window is summed stage by stage, the
-result put back where the row's own input lay, and read from there as any stage. q, k and v never leave the chip.
+The replay kernel's plan, with the convolution in front of its products: a tile's ring begins with the inputs of the
+windows of v, q and k, an ancestor's after the other's and the rows' own last. They are summed as they arrive; the sums
+go through SiLU and back to where the own inputs lay, and are read from there as any stage. q, k and v never leave the
+chip. Weights and the prompt's part of the windows lie in shared memory, in fp32.
 
 A thread that sums has 8 channels of 4 rows, so that it needs few weights. Rows stay with their warp throughout.
 """
@@ -39,26 +40,29 @@ from onela.ops.gated_delta._replay_hopper_layouts import (
     operand_layout,
     piece_layout,
     row_image,
-    taps_layout,
 )
 
 TAPS = gl.constexpr(4)
+# Weights are multiplied by it in shared memory: a sum is then ready for the power of two in its SiLU.
+MINUS_LOG2E = gl.constexpr(-1.4426950408889634)
+# Rows of the weights in shared memory: the taps of v, q and k, then what the prompt adds to each.
+TAILS = gl.constexpr(12)
 
 
 @gluon.jit
 def copy_stage(ring, place, n, index, base, stride, S: gl.constexpr, G: gl.constexpr):
-    """Start the copy of stage S of the tile of rows n; index holds their slots, then their ancestors' slots."""
+    """Start the copy of stage S of the tile of rows n; index holds their slots, then their ancestors' slots.
+
+    The rows' own are copied whatever their slots, so that the first copies need not wait for the index.
+    """
     dst = ring.index(place)
     PIECE: gl.constexpr = piece_layout(G.NW)
-    if S < G.KEYS:
-        # Inputs of the convolution: of v, q or k; of an ancestor, or the row's own.
-        PART: gl.constexpr = S // G.WINDOW
-        AT: gl.constexpr = S % G.WINDOW
-        if AT < G.WINDOW - 1:
-            at = index[1 + G.T - (G.WINDOW - 1) + AT]
-            copy_rows(dst, base[3 + PART], at.to(gl.int64) * G.C, at >= 0, PIECE)
-        else:
-            copy_rows(dst, base[PART], n.to(gl.int64) * stride[0], index[0] >= 0, PIECE)
+    if S < G.OWN:
+        # Inputs of an ancestor, of v, q or k.
+        at = index[1 + G.T - G.PAST + S // 3]
+        copy_rows(dst, base[3 + S % 3], at.to(gl.int64) * G.C, at >= 0, PIECE)
+    elif S < G.KEYS:
+        copy_rows(dst, base[S - G.OWN], n.to(gl.int64) * stride[0], n < stride[2], PIECE)
     elif S < G.DELTAS:
         at = index[1 + S - G.KEYS]
         copy_rows(dst, base[6], at.to(gl.int64) * G.HK, at >= 0, PIECE)
@@ -69,7 +73,7 @@ def copy_stage(ring, place, n, index, base, stride, S: gl.constexpr, G: gl.const
         else:
             copy_half_rows(dst, base[7], at, (S - G.DELTAS) % 2, G)
     else:
-        copy_rows(dst, base[8], n.to(gl.int64) * stride[1], index[0] >= 0, PIECE)
+        copy_rows(dst, base[8], n.to(gl.int64) * stride[1], n < stride[2], PIECE)
 
 
 @gluon.jit
@@ -101,64 +105,111 @@ def load_index(p_slots, p_ancestors, s_ancestors, shift, n, end, T: gl.constexpr
 
 
 @gluon.jit
-def load_taps(p_weight, NW: gl.constexpr):
-    """The four weights of each of 128 channels, oldest input first; each [128] fp32."""
-    CHANNELS: gl.constexpr = gl.SliceLayout(0, conv_layout(NW))
-    w = widen(gl.load(p_weight + gl.arange(0, 128 * TAPS, layout=taps_layout(NW))))
+def silu(scaled):
+    """SiLU of y from -log2(e) y, as -log2(e) y / (-log2(e) - log2(e) exp(-y))."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .f32 e;
+        ex2.approx.ftz.f32 e, $1;
+        fma.rn.ftz.f32 e, e, 0fBFB8AA3B, 0fBFB8AA3B;
+        rcp.approx.ftz.f32 e, e;
+        mul.ftz.f32 $0, $1, e;
+        }""",
+        "=f,f",
+        [scaled],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def load_taps(p_weight, channel, NW: gl.constexpr):
+    """The four weights of each of 128 channels, oldest first, times -log2(e): [128] fp32, one channel a thread."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, TAPS], [32, 1], [NW, 1], [1, 0])
+    channels = channel + gl.arange(0, 128, layout=gl.SliceLayout(1, LAYOUT))
+    inputs = gl.arange(0, TAPS, layout=gl.SliceLayout(0, LAYOUT))
+    w = gl.load(p_weight + channels[:, None] * TAPS + inputs[None, :]).to(gl.float32) * MINUS_LOG2E
     even, odd = w.reshape([128, 2, 2]).split()
     w_0, w_2 = even.split()
     w_1, w_3 = odd.split()
-    w_0 = gl.convert_layout(w_0, CHANNELS, assert_trivial=True)
-    w_1 = gl.convert_layout(w_1, CHANNELS, assert_trivial=True)
-    w_2 = gl.convert_layout(w_2, CHANNELS, assert_trivial=True)
-    w_3 = gl.convert_layout(w_3, CHANNELS, assert_trivial=True)
+    CHANNEL: gl.constexpr = gl.BlockedLayout([1], [32], [NW], [0])
+    w_0 = gl.convert_layout(w_0, CHANNEL, assert_trivial=True)
+    w_1 = gl.convert_layout(w_1, CHANNEL, assert_trivial=True)
+    w_2 = gl.convert_layout(w_2, CHANNEL, assert_trivial=True)
+    w_3 = gl.convert_layout(w_3, CHANNEL, assert_trivial=True)
     return w_0, w_1, w_2, w_3
 
 
 @gluon.jit
-def prompt_tail(p_weight, p_conv_state, channel, live, depth, NW: gl.constexpr):
-    """The part of the window that reaches into the prompt, the same for all of its beams: [128] fp32."""
-    channels = channel + gl.arange(0, 128, layout=gl.SliceLayout(0, conv_layout(NW)))
-    w = load_taps(p_weight + channel * TAPS, NW)
-    tail = gl.zeros([128], gl.float32, gl.SliceLayout(0, conv_layout(NW)))
-    for i in gl.static_range(TAPS - 1):
-        reaches = live & (i + depth < TAPS - 1)
-        x = gl.load(
-            p_conv_state + channels * (TAPS - 1) + (i + depth), mask=(channels >= 0) & reaches, other=0.0
-        )
-        tail += w[i] * x.to(gl.float32)
-    return tail
+def store_taps(taps, p_weight, channels, G: gl.constexpr):
+    """Put the weights of v, q and k into shared memory."""
+    for part in gl.static_range(3):
+        w = load_taps(p_weight, channels[part], G.NW)
+        for i in gl.static_range(TAPS):
+            if i >= TAPS - 1 - G.PAST:
+                taps.index(part * TAPS + i).store(w[i])
+
+
+@gluon.jit
+def store_tails(taps, p_weight, p_conv_state, channels, live, depth, G: gl.constexpr):
+    """Put what reaches into the prompt, the same for all of its beams, into shared memory."""
+    CHANNEL: gl.constexpr = gl.BlockedLayout([1], [32], [G.NW], [0])
+    for part in gl.static_range(3):
+        w = load_taps(p_weight, channels[part], G.NW)
+        at = channels[part] + gl.arange(0, 128, layout=CHANNEL)
+        tail = gl.zeros([128], gl.float32, CHANNEL)
+        for i in gl.static_range(TAPS - 1):
+            reaches = live & (i + depth < TAPS - 1)
+            p_input = p_conv_state + at * (TAPS - 1) + (i + depth)
+            tail += w[i] * gl.load(p_input, mask=(at >= 0) & reaches, other=0.0).to(gl.float32)
+        taps.index(TAILS + part).store(tail)
 
 
 @gluon.jit
 def convolve(
-    ring, place, n, indices, base, stride, conv, channel, tail, written, S: gl.constexpr, G: gl.constexpr
+    ring, place, n, indices, base, stride, taps, p_records_x, channels, written, shared,
+    JOIN: gl.constexpr, G: gl.constexpr,
 ):  # fmt: skip
-    """Sum the window of 128 channels whose first stage is S, through SiLU; record the rows' own inputs.
+    """Sum the windows of v, q and k, through SiLU; record the rows' own inputs.
 
-    The result lies where the own input lay: returns its place, which is yet to be refilled.
+    The results lie where the own inputs lay: returns the place of the first, which are yet to be refilled.
     """
-    p_weight, p_conv_state, p_record, live, depth = conv
     CONV: gl.constexpr = conv_layout(G.NW)
+    CHANNEL: gl.constexpr = gl.SliceLayout(0, CONV)
     PIECE: gl.constexpr = piece_layout(G.NW)
-    BW: gl.constexpr = G.BW
-    w = load_taps(p_weight + channel * TAPS, G.NW)
-    y = gl.zeros([BW, 128], gl.float32, CONV)
-    if G.WINDOW < TAPS:
-        y += tail[None, :]
-    else:
-        if depth < TAPS - 1:
-            y += prompt_tail(p_weight, p_conv_state, channel, live, depth, G.NW)[None, :]
-    for i in gl.static_range(G.WINDOW - 1):
-        x = widen(load_stages(ring, place, 1, CONV, G)[0])
-        place = refill(ring, place, n, indices, base, stride, S + i, G)
-        y += x * w[TAPS - G.WINDOW + i][None, :]
-    own = load_stages(ring, place, 1, PIECE, G)[0]
-    y += widen(ring.index(place).load(CONV)) * w[TAPS - 1][None, :]
-    y = y * sigmoid(y)
-    ring.index(place).store(y.to(gl.bfloat16))
+    PAST: gl.constexpr = G.PAST
+    sums = ()
+    for part in gl.static_range(3):
+        sums = sums + (taps.index(TAILS + part).load(CHANNEL)[None, :],)
+    for i in gl.static_range(PAST):
+        added = ()
+        if JOIN:
+            inputs = load_stages(ring, place, 3, CONV, G)
+            for part in gl.static_range(3):
+                place = refill(ring, place, n, indices, base, stride, 3 * i + part, G)
+            for part in gl.static_range(3):
+                w = taps.index(part * TAPS + TAPS - 1 - PAST + i).load(CHANNEL)
+                added = added + (sums[part] + widen(inputs[part]) * w[None, :],)
+        else:
+            for part in gl.static_range(3):
+                x = widen(load_stages(ring, place, 1, CONV, G)[0])
+                place = refill(ring, place, n, indices, base, stride, 3 * i + part, G)
+                w = taps.index(part * TAPS + TAPS - 1 - PAST + i).load(CHANNEL)
+                added = added + (sums[part] + x * w[None, :],)
+        sums = added
+    inputs = load_stages(ring, place, 3, CONV, G)
     out = gl.arange(0, 128, layout=gl.SliceLayout(0, PIECE))
-    gl.store(p_record + channel + out[None, :], own, mask=written)
+    for part in gl.static_range(3):
+        own = ring.index((place + part) % G.RING).load(PIECE)
+        gl.store(p_records_x + channels[part] + out[None, :], own, mask=written if part == 0 else shared)
+    results = ()
+    for part in gl.static_range(3):
+        w = taps.index(part * TAPS + TAPS - 1).load(CHANNEL)
+        y = sums[part] + widen(inputs[part]) * w[None, :]
+        results = results + (silu(y).to(gl.bfloat16),)
+    for part in gl.static_range(3):
+        ring.index((place + part) % G.RING).store(results[part])
     return place
 
 
@@ -200,6 +251,7 @@ def gated_delta_layer_step_hopper_kernel(
     BPAD: gl.constexpr,
     NW: gl.constexpr,
     RING: gl.constexpr,
+    JOIN: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
     DS: gl.constexpr = 1 if p_records_delta.dtype.element_ty == gl.bfloat16 else 2
@@ -229,26 +281,32 @@ def gated_delta_layer_step_hopper_kernel(
     state = gl.allocate_shared_memory(gl.bfloat16, [2, 128, 128], STATE)
     ring = gl.allocate_shared_memory(gl.bfloat16, [RING, BW, 128], row_image(NW))
 
-    # First channels of this program's q, k and v.
-    c_q, c_k, c_v = i_h * 128, G.HK + i_h * 128, 2 * G.HK + i_hv * 128
+    WEIGHTS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    taps = gl.allocate_shared_memory(gl.float32, [TAILS + 3, 128], WEIGHTS)
+    b_norm = gl.allocate_shared_memory(p_norm_weight.dtype.element_ty, [1, 128], WEIGHTS)
+
+    # First channels of this program's v, q and k.
+    channels = (2 * G.HK + i_hv * 128, i_h * 128, G.HK + i_h * 128)
     column = i_hv * 128
     base = (
-        p_x + c_v,
-        p_x + c_q,
-        p_x + c_k,
-        p_records_x + c_v,
-        p_records_x + c_q,
-        p_records_x + c_k,
+        p_x + channels[0],
+        p_x + channels[1],
+        p_x + channels[2],
+        p_records_x + channels[0],
+        p_records_x + channels[1],
+        p_records_x + channels[2],
         p_records_k + i_h * 128,
         p_records_delta + column,
         p_z + column,
     )
-    stride = (s_x.to(gl.int64), s_z.to(gl.int64))
     requests = gl.arange(0, BPAD, layout=REQUESTS)
     ends = gl.load(p_cu_rows + 1 + requests, mask=requests < B, other=FAR).to(gl.int32)
     prompts = gl.load(p_prompts + requests, mask=requests < B, other=-1).to(gl.int32)
     rate = -gl.exp(gl.load(p_A_log + i_hv).to(gl.float32))
     bias = gl.load(p_dt_bias + i_hv).to(gl.float32)
+    store_taps(taps, p_weight, channels, G)
+    lanes = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [NW], [0]))
+    b_norm.index(0).store(gl.load(p_norm_weight + lanes))
 
     start = first
     while start < last:
@@ -258,6 +316,7 @@ def gated_delta_layer_step_hopper_kernel(
         prompt = gl.max(gl.where(requests == request, prompts, -1), axis=0)
         live = prompt >= 0
         live_end = gl.where(live, end, start)
+        stride = (s_x.to(gl.int64), s_z.to(gl.int64), live_end)
 
         v_rows = state_rows(STATE_COPY)
         cols = gl.arange(0, 128, layout=gl.SliceLayout(0, STATE_COPY))
@@ -271,13 +330,7 @@ def gated_delta_layer_step_hopper_kernel(
         async_copy.commit_group()
         depth = gl.load(p_depths + request, mask=live, other=0).to(gl.int32)
         p_tail = p_conv_state + gl.maximum(prompt, 0).to(gl.int64) * (G.C * (TAPS - 1))
-        tail_v = gl.to_tensor(0.0)
-        tail_q = tail_v
-        tail_k = tail_v
-        if G.WINDOW < TAPS:
-            tail_v = prompt_tail(p_weight, p_tail, c_v, live, depth, NW)
-            tail_q = prompt_tail(p_weight, p_tail, c_q, live, depth, NW)
-            tail_k = prompt_tail(p_weight, p_tail, c_k, live, depth, NW)
+        store_tails(taps, p_weight, p_tail, channels, live, depth, G)
         # All that comes from the prompt is loaded while the kernel before this one drains.
         if OVERLAP:
             if start == first:
@@ -313,22 +366,17 @@ def gated_delta_layer_step_hopper_kernel(
             written = (slot >= 0)[:, None]
             shared = written & owner
             out = gl.arange(0, 128, layout=gl.SliceLayout(0, PIECE))
-            p_record = p_records_x + (slot * G.C)[:, None]
-            conv = (p_weight, p_tail, p_record, live, depth)
-
-            place = convolve(ring, place, n, indices, base, stride, conv, c_v, tail_v, written, 0, G)
-            v = ring.index(place).load(PIECE)
-            place = refill(ring, place, n, indices, base, stride, G.WINDOW - 1, G)
-            place = convolve(ring, place, n, indices, base, stride, conv, c_q, tail_q, shared, G.WINDOW, G)
-            xq = ring.index(place).load(OPERAND)
-            place = refill(ring, place, n, indices, base, stride, 2 * G.WINDOW - 1, G)
+            p_own = p_records_x + (slot * G.C)[:, None]
             place = convolve(
-                ring, place, n, indices, base, stride, conv, c_k, tail_k, shared, 2 * G.WINDOW, G
-            )
-            xk = ring.index(place).load(OPERAND)
+                ring, place, n, indices, base, stride, taps, p_own, channels, written, shared, JOIN, G
+            )  # fmt: skip
+            v = ring.index(place).load(PIECE)
+            xq = ring.index((place + 1) % RING).load(OPERAND)
+            xk = ring.index((place + 2) % RING).load(OPERAND)
             p_key = p_records_k + i_h * 128 + (slot * G.HK)[:, None] + out[None, :]
-            gl.store(p_key, ring.index(place).load(PIECE), mask=shared)
-            place = refill(ring, place, n, indices, base, stride, G.KEYS - 1, G)
+            gl.store(p_key, ring.index((place + 2) % RING).load(PIECE), mask=shared)
+            for part in gl.static_range(3):
+                place = refill(ring, place, n, indices, base, stride, G.OWN + part, G)
 
             # One product for both: a warp's tile is [8 rows of q; 8 rows of k].
             a = gl.join(xq.reshape([NW, 8, 128]), xk.reshape([NW, 8, 128])).permute(0, 3, 1, 2)
@@ -375,11 +423,10 @@ def gated_delta_layer_step_hopper_kernel(
                 uk += delta * (coefficients[2 * j + 1] * k_scale * weight)[:, None]
             delta = b_beta[:, None] * (widen(v) - uk)
             b_o = uq + delta * qk[:, None]
-            b_weight = gl.load(p_norm_weight + out)
+            b_weight = b_norm.index(0).load(gl.SliceLayout(0, PIECE))
             b_z = load_stages(ring, place, 1, PIECE, G)[0]
             place = refill(ring, place, n, indices, base, stride, G.GATE, G)
-            # A padding row's gate has come as zeros, and makes its output zero.
-            b_o = gated_norm(b_o, b_z, b_weight, norm_eps, 128)
+            b_o = gl.where((slot >= 0)[:, None], gated_norm(b_o, b_z, b_weight, norm_eps, 128), 0.0)
             p_rows = p_o + (n.to(gl.int64) * G.HVV + column)[:, None] + out[None, :]
             gl.store(p_rows, b_o.to(p_o.dtype.element_ty), mask=(n < end)[:, None])
             p_rows = p_records_delta + column + (slot * G.HVV)[:, None] + out[None, :]

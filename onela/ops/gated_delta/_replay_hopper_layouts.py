@@ -48,7 +48,8 @@ def geometry(H, HV, K, V, T, NW, RING, RAW, DS, NORM):
 class LayerGeometry:
     """The same for the whole layer step, K = V = 128. A window is the inputs of min(T, 3) ancestors and the row's own.
 
-    Stages of one tile: the windows of v, q and k up to KEYS, the keys up to DELTAS, the deltas up to GATE, the gate z.
+    Stages of one tile: v's, q's and k's inputs of the windows' ancestors, oldest first, up to OWN, the rows' own up to
+    KEYS, the keys up to DELTAS, the deltas up to GATE, the gate z.
     """
 
     H: int
@@ -65,8 +66,9 @@ class LayerGeometry:
         put(self, "HK", self.H * 128)
         put(self, "HVV", self.HV * 128)
         put(self, "C", 2 * self.HK + self.HVV)
-        put(self, "WINDOW", min(self.T, 3) + 1)
-        put(self, "KEYS", 3 * self.WINDOW)
+        put(self, "PAST", min(self.T, 3))
+        put(self, "OWN", 3 * self.PAST)
+        put(self, "KEYS", self.OWN + 3)
         put(self, "DELTAS", self.KEYS + self.T)
         put(self, "GATE", self.DELTAS + self.T * self.DS)
         put(self, "STAGES", self.GATE + 1)
@@ -140,18 +142,6 @@ def conv_layout(NW):
         warp_bases=warp_bases(NW),
         block_bases=[],
         shape=[8 * NW, 128],
-    )
-
-
-@gluon.constexpr_function
-def taps_layout(NW):
-    """The four weights of those 8 channels, 64 bytes that lie together, in a row of all."""
-    return gl.DistributedLinearLayout(
-        reg_bases=[[1], [2], [4], [8], [16]],
-        lane_bases=[[32], [64], [0], [128], [256]],
-        warp_bases=[[0]] * len(warp_bases(NW)),
-        block_bases=[],
-        shape=[512],
     )
 
 

@@ -118,6 +118,7 @@ def launch_layer_hopper(
         BPAD=max(32, triton.next_power_of_2(B)),
         NW=config.num_warps,
         RING=min(config.ring, 2 * stages),
+        JOIN=config.join,
         OVERLAP=config.overlap,
         num_warps=config.num_warps,
         launch_pdl=config.overlap,

@@ -36,6 +36,7 @@ class HopperConfig:
     ring: int = 6
     splits: int = 1
     overlap: bool = True
+    join: bool = False
 
 
 def supports_hopper(
