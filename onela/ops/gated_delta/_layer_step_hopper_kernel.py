@@ -29,6 +29,7 @@ from onela.ops.gated_delta._replay_hopper_kernel import (
     load_stages,
     product,
     sigmoid,
+    silu,
     state_rows,
     to_pieces,
     widen,
@@ -61,19 +62,19 @@ def copy_stage(ring, place, n, index, base, stride, S: gl.constexpr, G: gl.const
         # Inputs of an ancestor, of v, q or k.
         at = index[1 + G.T - G.PAST + S // 3]
         copy_rows(dst, base[3 + S % 3], at.to(gl.int64) * G.C, at >= 0, PIECE)
-    elif S < G.KEYS:
+    elif S < G.GATE:
         copy_rows(dst, base[S - G.OWN], n.to(gl.int64) * stride[0], n < stride[2], PIECE)
+    elif S == G.GATE:
+        copy_rows(dst, base[8], n.to(gl.int64) * stride[1], n < stride[2], PIECE)
     elif S < G.DELTAS:
         at = index[1 + S - G.KEYS]
         copy_rows(dst, base[6], at.to(gl.int64) * G.HK, at >= 0, PIECE)
-    elif S < G.GATE:
+    else:
         at = index[1 + (S - G.DELTAS) // G.DS]
         if G.DS == 1:
             copy_rows(dst, base[7], at.to(gl.int64) * G.HVV, at >= 0, PIECE)
         else:
             copy_half_rows(dst, base[7], at, (S - G.DELTAS) % 2, G)
-    else:
-        copy_rows(dst, base[8], n.to(gl.int64) * stride[1], n < stride[2], PIECE)
 
 
 @gluon.jit
@@ -105,7 +106,7 @@ def load_index(p_slots, p_ancestors, s_ancestors, shift, n, end, T: gl.constexpr
 
 
 @gluon.jit
-def silu(scaled):
+def scaled_silu(scaled):
     """SiLU of y from -log2(e) y, as -log2(e) y / (-log2(e) - log2(e) exp(-y))."""
     return gl.inline_asm_elementwise(
         """{
@@ -167,49 +168,39 @@ def store_tails(taps, p_weight, p_conv_state, channels, live, depth, G: gl.const
 
 
 @gluon.jit
-def convolve(
-    ring, place, n, indices, base, stride, taps, p_records_x, channels, written, shared,
-    JOIN: gl.constexpr, G: gl.constexpr,
-):  # fmt: skip
-    """Sum the windows of v, q and k, through SiLU; record the rows' own inputs.
+def convolve(ring, place, n, indices, base, stride, taps, slot, owner, G: gl.constexpr):
+    """Sum the windows of v, q and k, through SiLU; record the rows' own inputs and the keys.
 
-    The results lie where the own inputs lay: returns the place of the first, which are yet to be refilled.
+    The results lie where the own inputs lay: returns the place of the first, which are yet to be refilled. `slot` is
+    as the sums are laid out.
     """
     CONV: gl.constexpr = conv_layout(G.NW)
     CHANNEL: gl.constexpr = gl.SliceLayout(0, CONV)
-    PIECE: gl.constexpr = piece_layout(G.NW)
     PAST: gl.constexpr = G.PAST
     sums = ()
     for part in gl.static_range(3):
         sums = sums + (taps.index(TAILS + part).load(CHANNEL)[None, :],)
     for i in gl.static_range(PAST):
         added = ()
-        if JOIN:
-            inputs = load_stages(ring, place, 3, CONV, G)
-            for part in gl.static_range(3):
-                place = refill(ring, place, n, indices, base, stride, 3 * i + part, G)
-            for part in gl.static_range(3):
-                w = taps.index(part * TAPS + TAPS - 1 - PAST + i).load(CHANNEL)
-                added = added + (sums[part] + widen(inputs[part]) * w[None, :],)
-        else:
-            for part in gl.static_range(3):
-                x = widen(load_stages(ring, place, 1, CONV, G)[0])
-                place = refill(ring, place, n, indices, base, stride, 3 * i + part, G)
-                w = taps.index(part * TAPS + TAPS - 1 - PAST + i).load(CHANNEL)
-                added = added + (sums[part] + x * w[None, :],)
+        for part in gl.static_range(3):
+            x = widen(load_stages(ring, place, 1, CONV, G)[0])
+            place = refill(ring, place, n, indices, base, stride, 3 * i + part, G)
+            w = taps.index(part * TAPS + TAPS - 1 - PAST + i).load(CHANNEL)
+            added = added + (sums[part] + x * w[None, :],)
         sums = added
     inputs = load_stages(ring, place, 3, CONV, G)
-    out = gl.arange(0, 128, layout=gl.SliceLayout(0, PIECE))
-    for part in gl.static_range(3):
-        own = ring.index((place + part) % G.RING).load(PIECE)
-        gl.store(p_records_x + channels[part] + out[None, :], own, mask=written if part == 0 else shared)
+    offsets = (slot.to(gl.int64) * G.C)[:, None] + gl.arange(0, 128, layout=CHANNEL)[None, :]
+    written = (slot >= 0)[:, None]
+    shared = written & owner
     results = ()
     for part in gl.static_range(3):
         w = taps.index(part * TAPS + TAPS - 1).load(CHANNEL)
-        y = sums[part] + widen(inputs[part]) * w[None, :]
-        results = results + (silu(y).to(gl.bfloat16),)
+        results = results + (scaled_silu(sums[part] + widen(inputs[part]) * w[None, :]).to(gl.bfloat16),)
+        gl.store(base[3 + part] + offsets, inputs[part], mask=written if part == 0 else shared)
     for part in gl.static_range(3):
         ring.index((place + part) % G.RING).store(results[part])
+    offsets = (slot.to(gl.int64) * G.HK)[:, None] + gl.arange(0, 128, layout=CHANNEL)[None, :]
+    gl.store(base[6] + offsets, results[2], mask=shared)
     return place
 
 
@@ -251,7 +242,6 @@ def gated_delta_layer_step_hopper_kernel(
     BPAD: gl.constexpr,
     NW: gl.constexpr,
     RING: gl.constexpr,
-    JOIN: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
     DS: gl.constexpr = 1 if p_records_delta.dtype.element_ty == gl.bfloat16 else 2
@@ -260,6 +250,7 @@ def gated_delta_layer_step_hopper_kernel(
     REACH: gl.constexpr = G.REACH
     PIECE: gl.constexpr = piece_layout(NW)
     OPERAND: gl.constexpr = operand_layout(NW)
+    CONV: gl.constexpr = conv_layout(NW)
     ROW: gl.constexpr = gl.SliceLayout(1, PIECE)
     MMA: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[NW, 1], instr_shape=[16, 128, 16]
@@ -344,6 +335,8 @@ def gated_delta_layer_step_hopper_kernel(
         index_2 = index_1
         if REACH == 2:
             index_2 = load_index(p_slots, p_ancestors, s_ancestors, shift, n + 2 * BW, live_end, T)
+        n_conv = start + gl.arange(0, BW, layout=gl.SliceLayout(1, CONV))
+        slot_conv = gl.load(p_slots + n_conv, mask=n_conv < live_end, other=-1)
         b_a = gl.load(p_a + n.to(gl.int64) * s_a + i_hv, mask=n < live_end, other=0.0)
         b_b = gl.load(p_b + n.to(gl.int64) * s_b + i_hv, mask=n < live_end, other=0.0)
         for s in gl.static_range(RING):
@@ -354,44 +347,40 @@ def gated_delta_layer_step_hopper_kernel(
 
         place = gl.to_tensor(0)
         for _ in range(gl.cdiv(end - start, BW)):
-            # A tile's index is loaded one tile before its first copy starts.
-            index_3 = load_index(p_slots, p_ancestors, s_ancestors, shift, n + (REACH + 1) * BW, live_end, T)
-            if REACH == 1:
-                index_2 = index_3
             indices = (index, index_1, index_2)
-            more = n + BW < live_end
-            a_1 = gl.load(p_a + (n + BW).to(gl.int64) * s_a + i_hv, mask=more, other=0.0)
-            b_1 = gl.load(p_b + (n + BW).to(gl.int64) * s_b + i_hv, mask=more, other=0.0)
-            slot = index[0].to(gl.int64)
-            written = (slot >= 0)[:, None]
-            shared = written & owner
-            out = gl.arange(0, 128, layout=gl.SliceLayout(0, PIECE))
-            p_own = p_records_x + (slot * G.C)[:, None]
-            place = convolve(
-                ring, place, n, indices, base, stride, taps, p_own, channels, written, shared, JOIN, G
-            )  # fmt: skip
+            place = convolve(ring, place, n, indices, base, stride, taps, slot_conv, owner, G)
             v = ring.index(place).load(PIECE)
             xq = ring.index((place + 1) % RING).load(OPERAND)
             xk = ring.index((place + 2) % RING).load(OPERAND)
-            p_key = p_records_k + i_h * 128 + (slot * G.HK)[:, None] + out[None, :]
-            gl.store(p_key, ring.index((place + 2) % RING).load(PIECE), mask=shared)
             for part in gl.static_range(3):
                 place = refill(ring, place, n, indices, base, stride, G.OWN + part, G)
 
-            # One product for both: a warp's tile is [8 rows of q; 8 rows of k].
+            # One product for both: a warp's tile is [8 rows of q; 8 rows of k]. The small ones come first, or they
+            # would wait for it.
             a = gl.join(xq.reshape([NW, 8, 128]), xk.reshape([NW, 8, 128])).permute(0, 3, 1, 2)
             operand = gl.convert_layout(a.reshape([2 * BW, 128]), DOT, assert_trivial=True)
-            acc = product((operand,), state, BW, 1, MMA)
             lefts = (gl.convert_layout(a.reshape([NW, 16, 128]), LEFT, assert_trivial=True),)
             qq, _kq = key_dots(lefts, (xq,), 1, NW)
             qk, kk = key_dots(lefts, (xk,), 1, NW)
+            acc = product((operand,), state, BW, 1, MMA)
+
+            # A tile's index is loaded one tile before its first copy starts.
+            index_3 = load_index(p_slots, p_ancestors, s_ancestors, shift, n + (REACH + 1) * BW, live_end, T)
+            more = n + BW < live_end
+            a_1 = gl.load(p_a + (n + BW).to(gl.int64) * s_a + i_hv, mask=more, other=0.0)
+            b_1 = gl.load(p_b + (n + BW).to(gl.int64) * s_b + i_hv, mask=more, other=0.0)
+            slot_conv = gl.load(p_slots + n_conv + BW, mask=n_conv + BW < live_end, other=-1)
+
             q_scale = scale * gl.rsqrt(qq + L2NORM_EPS)
             k_scale = gl.rsqrt(kk + L2NORM_EPS)
             qk = qk * q_scale * k_scale
-
             x = b_a.to(gl.float32) + bias
             b_g = rate * (gl.maximum(x, 0.0) + gl.log(1.0 + gl.exp(-gl.abs(x))))
             b_beta = sigmoid(b_b.to(gl.float32))
+            b_z = load_stages(ring, place, 1, PIECE, G)[0]
+            place = refill(ring, place, n, indices, base, stride, G.GATE, G)
+            if T <= 1:
+                gate = silu(b_z)
             decays = ()
             for j in gl.static_range(T):
                 at = index[1 + j]
@@ -423,10 +412,13 @@ def gated_delta_layer_step_hopper_kernel(
                 uk += delta * (coefficients[2 * j + 1] * k_scale * weight)[:, None]
             delta = b_beta[:, None] * (widen(v) - uk)
             b_o = uq + delta * qk[:, None]
-            b_weight = b_norm.index(0).load(gl.SliceLayout(0, PIECE))
-            b_z = load_stages(ring, place, 1, PIECE, G)[0]
-            place = refill(ring, place, n, indices, base, stride, G.GATE, G)
-            b_o = gl.where((slot >= 0)[:, None], gated_norm(b_o, b_z, b_weight, norm_eps, 128), 0.0)
+            if T > 1:
+                gate = silu(b_z)
+            slot = index[0].to(gl.int64)
+            out = gl.arange(0, 128, layout=gl.SliceLayout(0, PIECE))
+            written = (slot >= 0)[:, None]
+            b_o = gated_norm(b_o, gate, b_norm.index(0).load(gl.SliceLayout(0, PIECE)), norm_eps, 128)
+            b_o = gl.where(written, b_o, 0.0)
             p_rows = p_o + (n.to(gl.int64) * G.HVV + column)[:, None] + out[None, :]
             gl.store(p_rows, b_o.to(p_o.dtype.element_ty), mask=(n < end)[:, None])
             p_rows = p_records_delta + column + (slot * G.HVV)[:, None] + out[None, :]
@@ -434,12 +426,15 @@ def gated_delta_layer_step_hopper_kernel(
             gl.store(p_rows, b_record, mask=written)
             gl.store(p_records_g + slot * HV + i_hv, b_g, mask=slot >= 0)
             n += BW
+            n_conv += BW
             b_a = a_1
             b_b = b_1
             index = index_1
-            index_1 = index_2
             if REACH == 2:
+                index_1 = index_2
                 index_2 = index_3
+            else:
+                index_1 = index_3
         # The next request's state goes where this one's lies: every warp must be done with it.
         async_copy.wait_group(0)
         gl.thread_barrier()

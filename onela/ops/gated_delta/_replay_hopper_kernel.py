@@ -241,15 +241,20 @@ def multiply(x, y):
 
 
 @gluon.jit
-def gated_norm(o, z, weight, eps, COLUMNS: gl.constexpr):
-    """Norm every row, round to the gate's dtype, times the weight, times silu of the gate."""
-    o = o * gl.rsqrt(gl.sum(o * o, axis=1) / COLUMNS + eps)[:, None]
-    if weight.dtype == z.dtype:
-        o = widen(multiply(o.to(z.dtype), weight[None, :]))
+def silu(x):
+    x = widen(x)
+    return x * sigmoid(x)
+
+
+@gluon.jit
+def gated_norm(o, gate, weight, eps, COLUMNS: gl.constexpr):
+    """Norm every row, round to bf16, times the weight, times the gate, which is fp32 and has gone through SiLU."""
+    o = (o * gl.rsqrt(gl.sum(o * o, axis=1) / COLUMNS + eps)[:, None]).to(gl.bfloat16)
+    if weight.dtype == gl.bfloat16:
+        o = widen(multiply(o, weight[None, :]))
     else:
-        o = o.to(z.dtype).to(gl.float32) * weight.to(gl.float32)[None, :]
-    z = widen(z)
-    return o * (z * sigmoid(z))
+        o = o.to(gl.float32) * weight.to(gl.float32)[None, :]
+    return o * gate
 
 
 @gluon.jit(do_not_specialize=["N", "B", "rows_per_program", "s_g", "s_beta", "s_ancestors"])
@@ -450,7 +455,7 @@ def gated_delta_replay_hopper_kernel(
                 b_weight = gl.load(p_norm_weight + out)
                 b_z = load_stages(ring, place, 1, PIECE, G)[0]
                 place = refill(ring, place, n, indices, base, stride, G.LAST + 1, 1, G)
-                b_o = gated_norm(b_o, b_z, b_weight, norm_eps, V)
+                b_o = gated_norm(b_o, silu(b_z), b_weight, norm_eps, V)
             p_rows = p_o + (n.to(gl.int64) * G.HVV + column)[:, None] + out[None, :]
             gl.store(p_rows, b_o.to(p_o.dtype.element_ty), mask=(n < end)[:, None])
             if WRITE:

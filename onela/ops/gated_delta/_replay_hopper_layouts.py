@@ -49,7 +49,7 @@ class LayerGeometry:
     """The same for the whole layer step, K = V = 128. A window is the inputs of min(T, 3) ancestors and the row's own.
 
     Stages of one tile: v's, q's and k's inputs of the windows' ancestors, oldest first, up to OWN, the rows' own up to
-    KEYS, the keys up to DELTAS, the deltas up to GATE, the gate z.
+    GATE, the gate z, the keys from KEYS on up to DELTAS, and the deltas.
     """
 
     H: int
@@ -68,10 +68,10 @@ class LayerGeometry:
         put(self, "C", 2 * self.HK + self.HVV)
         put(self, "PAST", min(self.T, 3))
         put(self, "OWN", 3 * self.PAST)
-        put(self, "KEYS", self.OWN + 3)
+        put(self, "GATE", self.OWN + 3)
+        put(self, "KEYS", self.GATE + 1)
         put(self, "DELTAS", self.KEYS + self.T)
-        put(self, "GATE", self.DELTAS + self.T * self.DS)
-        put(self, "STAGES", self.GATE + 1)
+        put(self, "STAGES", self.DELTAS + self.T * self.DS)
         put(self, "REACH", (self.RING + self.STAGES - 1) // self.STAGES)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from onela.ops.gated_delta.replay_hopper import (
 
 KERNEL_SIZE = 4
 HEAD_SIZE = 128
+RING = 5
+"""Stages in flight that fit twice into a multiprocessor, beside the state and the convolution's weights."""
 
 
 def supports_layer_hopper(
@@ -103,9 +106,8 @@ def launch_layer_hopper(
         return o
     stages = stages_of_layer_tile(T, wide=records_delta.element_size() == 4)
     if config is None:
-        config = choose_hopper(
-            *(N, B, HV, HEAD_SIZE, HEAD_SIZE, stages, multiprocessors(mixed_qkv.device)), stored=6
-        )
+        sizes = (N, B, HV, HEAD_SIZE, HEAD_SIZE, stages, multiprocessors(mixed_qkv.device))
+        config = replace(choose_hopper(*sizes, stored=6), ring=RING)
     rows = rows_per_program(N, B, config)
     gated_delta_layer_step_hopper_kernel[(triton.cdiv(N, rows) * HV,)](
         *(mixed_qkv, z, a, b, conv_weight, A_log, dt_bias, norm_weight, recurrent_state, conv_state),
@@ -118,7 +120,6 @@ def launch_layer_hopper(
         BPAD=max(32, triton.next_power_of_2(B)),
         NW=config.num_warps,
         RING=min(config.ring, 2 * stages),
-        JOIN=config.join,
         OVERLAP=config.overlap,
         num_warps=config.num_warps,
         launch_pdl=config.overlap,

@@ -36,7 +36,6 @@ class HopperConfig:
     ring: int = 6
     splits: int = 1
     overlap: bool = True
-    join: bool = False
 
 
 def supports_hopper(
