@@ -153,18 +153,31 @@ def store_taps(taps, p_weight, channels, G: gl.constexpr):
 
 
 @gluon.jit
-def store_tails(taps, p_weight, p_conv_state, channels, live, depth, G: gl.constexpr):
+def load_past(p_conv_state, channels, live, NW: gl.constexpr):
+    """The prompt's last inputs of v, q and k, oldest first: three times [128], one channel a thread."""
+    past = ()
+    for part in gl.static_range(3):
+        at = channels[part] + gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [NW], [0]))
+        inputs = ()
+        for i in gl.static_range(TAPS - 1):
+            inputs = inputs + (gl.load(p_conv_state + at * (TAPS - 1) + i, mask=(at >= 0) & live, other=0.0),)
+        past = past + (inputs,)
+    return past
+
+
+@gluon.jit
+def store_tails(taps, p_weight, past, channels, depth, G: gl.constexpr):
     """Put what reaches into the prompt, the same for all of its beams, into shared memory."""
-    CHANNEL: gl.constexpr = gl.BlockedLayout([1], [32], [G.NW], [0])
     for part in gl.static_range(3):
         w = load_taps(p_weight, channels[part], G.NW)
-        at = channels[part] + gl.arange(0, 128, layout=CHANNEL)
-        tail = gl.zeros([128], gl.float32, CHANNEL)
-        for i in gl.static_range(TAPS - 1):
-            reaches = live & (i + depth < TAPS - 1)
-            p_input = p_conv_state + at * (TAPS - 1) + (i + depth)
-            tail += w[i] * gl.load(p_input, mask=(at >= 0) & reaches, other=0.0).to(gl.float32)
-        taps.index(TAILS + part).store(tail)
+        x_0 = past[part][0].to(gl.float32)
+        x_1 = past[part][1].to(gl.float32)
+        x_2 = past[part][2].to(gl.float32)
+        # The window's input i lies in the prompt when i + depth < 3, and is its input i + depth.
+        oldest = gl.where(depth == 0, x_0, gl.where(depth == 1, x_1, gl.where(depth == 2, x_2, 0.0)))
+        middle = gl.where(depth == 0, x_1, gl.where(depth == 1, x_2, 0.0))
+        newest = gl.where(depth == 0, x_2, 0.0)
+        taps.index(TAILS + part).store(w[0] * oldest + w[1] * middle + w[2] * newest)
 
 
 @gluon.jit
@@ -321,7 +334,7 @@ def gated_delta_layer_step_hopper_kernel(
         async_copy.commit_group()
         depth = gl.load(p_depths + request, mask=live, other=0).to(gl.int32)
         p_tail = p_conv_state + gl.maximum(prompt, 0).to(gl.int64) * (G.C * (TAPS - 1))
-        store_tails(taps, p_weight, p_tail, channels, live, depth, G)
+        past = load_past(p_tail, channels, live, NW)
         # All that comes from the prompt is loaded while the kernel before this one drains.
         if OVERLAP:
             if start == first:
@@ -341,6 +354,7 @@ def gated_delta_layer_step_hopper_kernel(
         b_b = gl.load(p_b + n.to(gl.int64) * s_b + i_hv, mask=n < live_end, other=0.0)
         for s in gl.static_range(RING):
             copy_ahead(ring, s, n, (index, index_1), base, stride, s, G)
+        store_tails(taps, p_weight, past, channels, depth, G)
         async_copy.wait_group(RING)
         fence_async_shared()
         gl.thread_barrier()
