@@ -135,7 +135,4 @@ def conv_gates_kernel(
             p_row = p_qv + (i_rows * (C - QK))[:, None] + o_y[None, :]
             tl.store(p_row, b_y.to(p_qv.dtype.element_ty), mask=m_live[:, None])
         if i_c == 0:
-            # Padding rows too: nothing that the second launch computes with may be left uninitialised.
-            write_gates(
-                p_a, p_b, p_A_log, p_dt_bias, p_g, p_beta, i_rows, i_rows < end, s_a, s_b, HV, BLOCK_HV
-            )
+            write_gates(p_a, p_b, p_A_log, p_dt_bias, p_g, p_beta, i_rows, m_live, s_a, s_b, HV, BLOCK_HV)
