@@ -94,26 +94,25 @@ def conv_gates_prefill_kernel(
     i_place = tl.load(p_prompts + i_n).to(tl.int64)
     if CACHED:
         i_place = tl.where(tl.load(p_cached_lens + i_n) > 0, i_place, -1)
+    # Names of their own in each branch: heads of q and k may be wider or narrower than those of v.
     if i_c < 2 * H:
-        o_d = tl.arange(0, BLOCK_K)
-        m_d = o_d < K
-        mask = m_t[:, None] & m_d[None, :]
-        b_y = _convolve(
-            p_x, p_weight, p_conv_state, bos, T, o_t, i_c * K + o_d, m_d, i_place, s_x, C, KERNEL, CACHED, UPCAST
+        o_k = tl.arange(0, BLOCK_K)
+        m_k = m_t[:, None] & (o_k < K)[None, :]
+        b_k = _convolve(
+            p_x, p_weight, p_conv_state, bos, T, o_t, i_c * K + o_k, o_k < K, i_place, s_x, C, KERNEL, CACHED, UPCAST
         )  # fmt: skip
         if i_c < H:
-            _write_head(p_q, b_y, bos, o_t, o_d, mask, i_c, H, K, True)
+            _write_head(p_q, b_k, bos, o_t, o_k, m_k, i_c, H, K, True)
         else:
-            _write_head(p_k, b_y, bos, o_t, o_d, mask, i_c - H, H, K, True)
+            _write_head(p_k, b_k, bos, o_t, o_k, m_k, i_c - H, H, K, True)
     else:
-        o_d = tl.arange(0, BLOCK_V)
-        m_d = o_d < V
-        mask = m_t[:, None] & m_d[None, :]
-        o_c = 2 * H * K + (i_c - 2 * H) * V + o_d
-        b_y = _convolve(
-            p_x, p_weight, p_conv_state, bos, T, o_t, o_c, m_d, i_place, s_x, C, KERNEL, CACHED, UPCAST
+        o_v = tl.arange(0, BLOCK_V)
+        m_v = m_t[:, None] & (o_v < V)[None, :]
+        o_c = 2 * H * K + (i_c - 2 * H) * V + o_v
+        b_v = _convolve(
+            p_x, p_weight, p_conv_state, bos, T, o_t, o_c, o_v < V, i_place, s_x, C, KERNEL, CACHED, UPCAST
         )  # fmt: skip
-        _write_head(p_v, b_y, bos, o_t, o_d, mask, i_c - 2 * H, HV, V, False)
+        _write_head(p_v, b_v, bos, o_t, o_v, m_v, i_c - 2 * H, HV, V, False)
 
 
 @triton.jit

@@ -63,7 +63,7 @@ def conv_gates_prefill(
         CHUNK=CHUNK,
         BLOCK_K=triton.next_power_of_2(K),
         BLOCK_V=triton.next_power_of_2(V),
-        BLOCK_HV=triton.next_power_of_2(HV),
+        BLOCK_HV=max(16, triton.next_power_of_2(HV)),
         CACHED=tables.num_keys > 0,
         UPCAST=INTERPRETED,
         num_warps=8,
