@@ -126,7 +126,7 @@ class PromptPool:
             self.places.free(index, 1)
             self.pages.free(pages)
             raise
-        self.lengths[index] = 0
+        self._note_length(index, 0)
         return PromptState(index=index, pages=pages, max_tokens=num_tokens)
 
     def free(self, prompt: PromptState) -> None:
@@ -141,7 +141,11 @@ class PromptPool:
                 f"prompt {prompt.index}: {prompt.num_tokens} + {num_tokens} tokens, room for {prompt.max_tokens}"
             )
         prompt.num_tokens += num_tokens
-        self.lengths[prompt.index] = prompt.num_tokens
+        self._note_length(prompt.index, prompt.num_tokens)
+
+    def _note_length(self, index: int, num_tokens: int) -> None:
+        # Not `lengths[index] = num_tokens`, which copies from the host and waits for all that the device has to do.
+        self.lengths[index].fill_(num_tokens)
 
     def snapshot(self, prompt: PromptState) -> dict[str, Tensor]:
         """A copy of what a prompt holds beside its pages: recurrent states and convolution tails as they are now.

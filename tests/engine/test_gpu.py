@@ -177,12 +177,13 @@ def test_every_family_runs_as_graphs(family: str) -> None:
 
 
 def test_no_step_waits_for_the_device(model: Any) -> None:
-    """Between the end of prefill and the answer nothing asks the device for a value."""
+    """Between a request's arrival and its answer nothing asks the device for a value, prefill included."""
     engine = engine_of(moved(model, torch.bfloat16))
     engine.generate(REQUESTS)
     active = [engine.submit(request) for request in REQUESTS]
-    engine.step()
     with waiting_is_an_error():
+        engine.step()
+        assert all(request.level == 1 for request in active)
         engine.step()
     assert all(request.level == 2 for request in active)
     while any(request.outcome is None for request in active):
