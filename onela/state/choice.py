@@ -25,9 +25,10 @@ def replay_share(
     """Time of replay over that of full states read from the parent, for all decode steps of a request, by their bytes.
 
     With `T = num_levels - 1` steps, records of `r` bytes and states of `S`, a beam's step t gathers t records, writes
-    one, and reads its share of the prompt's state; a full state is written at every step and read at all but the first:
+    one, and reads its share of the prompt's state; a full state is written at every step and read at all but the first,
+    where the prompt's is:
 
-        replay = cost * T (T - 1) / 2 * r + T * (r + S / W)        full = (2 T - 1) * S
+        replay = cost * T (T - 1) / 2 * r + T * (r + S / W)        full = (2 T - 1) * S + S / W
 
     Both are linear in the beams but for the `S / W`, so the width decides only where it is small. Returns 0 for a model
     without recurrent layers.
@@ -39,7 +40,8 @@ def replay_share(
     record = sum(record_bytes(layer, dtype, record_dtype) for layer in own)
     state = sum(layer.state_numel for layer in own) * FP32_BYTES
     gathered = REPLAYED_BYTE_COST * steps * (steps - 1) / 2 * record
-    return (gathered + steps * (record + state / beam_width)) / ((2 * steps - 1) * state)
+    full = (2 * steps - 1) * state + state / beam_width
+    return (gathered + steps * (record + state / beam_width)) / full
 
 
 def choose_backend(

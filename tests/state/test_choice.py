@@ -40,7 +40,7 @@ def test_a_single_beam_pays_for_the_prompts_state_alone() -> None:
     """One beam reads the whole state at each step, as a full state does, but does not write it."""
     alone, many = (replay_share(LARGE, num_levels=3, beam_width=width) for width in (1, 4096))
     assert many < 0.05
-    assert 0.6 < alone < 1
+    assert 0.45 < alone < 0.7
     assert choose_backend(LARGE, num_levels=3, beam_width=1) == "replay"
 
 
