@@ -10,8 +10,13 @@ from onela.config import RecurrentBackendName
 from onela.state.capacity import FP32_BYTES, gated_delta_layers, record_bytes
 from onela.state.geometry import LayerGeometry
 
-REPLAYED_BYTE_COST = 1.5
-"""Time of a gathered record byte over that of a streamed state byte."""
+REPLAYED_BYTE_COST = 1.6
+"""Time of a gathered record byte over that of a state byte, where no two beams share an ancestor.
+
+From `bench/results/crossover.jsonl` (one H200, operator, R=4 W=256, H=HV=16, K=V=128): a record of 1,024 rows, 8.45 MB,
+adds 2.9 us to a step (t = 63 to 255, tree "chain"), and 2.15 GB of states read and written take 460 us. With random
+parents it is 1.1 to 1.3.
+"""
 
 
 def replay_share(

@@ -12,8 +12,8 @@ from onela.ops._checks import check_float
 
 ELEMENTS = 4096
 """Numbers in the tile of a program."""
-MIN_PROGRAMS = 256
-"""About two for every multiprocessor of a large GPU."""
+MIN_PROGRAMS = 1024
+"""About eight for every multiprocessor of a large GPU: loads of many programs hide each other's latency."""
 
 
 @triton.jit
@@ -213,7 +213,7 @@ def swiglu_triton(gate_up: Tensor) -> Tensor:
     o = torch.empty(N, D, dtype=gate_up.dtype, device=gate_up.device)
     if o.numel() == 0:
         return o
-    block = min(2048, triton.next_power_of_2(D))
+    block = min(ELEMENTS, triton.next_power_of_2(D))
     swiglu_kernel[(N, triton.cdiv(D, block))](
         gate_up, o, D, gate_up.stride(0), BLOCK=block, num_warps=_warps(block)
     )
@@ -254,4 +254,4 @@ def _tile(rows: int, size: int) -> tuple[int, int]:
 
 
 def _warps(elements: int) -> int:
-    return max(1, min(16, elements // 512))
+    return max(1, min(8, elements // 256), min(16, elements // 512))
