@@ -94,7 +94,10 @@ def run_server(arguments: argparse.Namespace) -> None:
 
     # uvicorn hands the signal on when it has shut down; then whoever waits for the exit has something to write.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    begun = time.perf_counter()
     engine = make_engine(arguments, ItemCatalog.load(arguments.catalog))
+    captures = engine.runner.num_captures
+    print(f"engine made in {time.perf_counter() - begun:.1f} s, {captures} forwards captured", flush=True)
     if arguments.profile:
         profile_thread(engine, arguments.profile)
     config = ServerConfig(port=arguments.port, admin_token="admin", max_body_bytes=arguments.max_body)
@@ -285,7 +288,9 @@ def run_load(arguments: argparse.Namespace) -> None:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "items"
             make_catalog(arguments.shape, arguments.items, 0).save(path)
+            begun = time.perf_counter()
             with server(arguments, path) as (url, _):
+                print(f"ready after {time.perf_counter() - begun:.1f} s", flush=True)
                 for _ in runs:
                     clients.answers()
                 measure(arguments, url, clients, runs, failures)
@@ -309,6 +314,7 @@ def measure(
         clients.answers()
         clients.run("first", port, [{"concurrency": max(1, concurrency // senders)}] * senders)
 
+    begun = time.perf_counter()
     too_slow: set[float] = set()
     warmed: set[float] = set()
     for name, cached, rate, traffic in runs:
@@ -324,6 +330,7 @@ def measure(
                 ask_all([spare.first[i::senders] for i in range(senders)], 32)
             ask_all(spare.shares, 24)
             ask_all(make_traffic(arguments, senders * 4, 950 + len(warmed), 0.0).shares, 1)
+            print(f"warm after {time.perf_counter() - begun:.1f} s, {read_counters(url)}", flush=True)
         if traffic.first:
             ask_all([traffic.first[i::senders] for i in range(senders)], 32)
         if arguments.concurrency is not None:
