@@ -92,8 +92,6 @@ def run_server(arguments: argparse.Namespace) -> None:
     from onela.serve.app import create_app
     from onela.serve.run import DrainingServer
 
-    # uvicorn hands the signal on when it has shut down; then whoever waits for the exit has something to write.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     begun = time.perf_counter()
     engine = make_engine(arguments, ItemCatalog.load(arguments.catalog))
     captures = engine.runner.num_captures
@@ -148,7 +146,10 @@ def server(
         yield url, process.pid
     finally:
         process.terminate()
-        process.wait(60)
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
 
 
 # ---- load
@@ -718,6 +719,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.concurrency is not None:
         arguments.client_processes = min(arguments.client_processes, arguments.concurrency)
+    # Whoever ends this process ends what it has started; and a server's profile is written at its exit.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     {"load": run_load, "faults": run_faults, "server": run_server}[arguments.mode](arguments)
 
 
