@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from onela.decoding import BeamParams, Beams
 from onela.engine.active import ActiveRequest
 from onela.engine.catalogs import Catalogs
 from onela.engine.flight import MAX_FLIGHTS, Flight
-from onela.engine.prompt_cache import PromptCache
+from onela.engine.prompt_cache import CacheStats, PromptCache
 from onela.engine.prompting import PromptEncoder, PromptOptions
 from onela.engine.request import Request, Result, prompt_field
 from onela.engine.results import HostBeams, empty_result, make_result
@@ -48,6 +49,8 @@ from onela.state import (
     choose_backend,
     make_backend,
 )
+
+logger = logging.getLogger(__name__)
 
 
 class Engine:
@@ -151,6 +154,7 @@ class Engine:
         self._generating = threading.RLock()
         if self.config.warm_up_tokens or self.config.warm_up_requests:
             warm_up(self.runner, self.config, vocabulary.num_levels)
+            self._rehearse()
 
     @property
     def served(self) -> ServedCatalog:
@@ -333,6 +337,18 @@ class Engine:
             self.cache.prepare(active)
         _ = active.token_array  # made here, where no step waits for it
         return active
+
+    def _rehearse(self) -> None:
+        """Answer one to `warm_up_requests` requests together: compiles what lies between the captured forwards."""
+        params = BeamParams(beam_width=self.config.warm_up_beams)
+        request = Request(prompt_token_ids=[0, 0], params=params)
+        try:
+            for count in range(1, self.config.warm_up_requests + 1):
+                self.generate([request] * count)
+        except OneLAError as error:  # of this prompt's; others may be answered
+            logger.warning("the rehearsal of a warm start failed: %s", error)
+        if self.cache is not None:
+            self.cache.stats = CacheStats()
 
     def _preallocate(self) -> None:
         """Take the memory of everything that has a limit. Raises `ConfigError` when a limit is missing."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from onela.engine.active import ActiveRequest
 from onela.engine.packing import StepBuffers, StepShape
-from onela.engine.prefill_packing import PrefillBuffers, exact_shape, padded_prefill_shape
+from onela.engine.prefill_packing import PrefillBuffers, exact_shape, padded_prefill_shape, stand_in
 from onela.engine.scheduler import PrefillChunk
 from onela.ops.prefill_tables import PrefillShape
 from onela.state import PrefillInputs, PromptPool, StepInputs
@@ -68,12 +68,17 @@ class ForwardGraphs(ABC, Generic[Shape, Buffers]):
         self.num_captures = 0
         self._graphs: OrderedDict[Shape, ForwardGraph[Buffers]] = OrderedDict()
         self._made_for: object = None
+        self._tried: set[Hashable] = set()
         self._pool: Any = None
 
     @property
     @abstractmethod
     def max_graphs(self) -> int:
         """The most graphs that are kept."""
+
+    @abstractmethod
+    def variant(self, shape: Shape) -> Hashable:
+        """What of a shape decides which operations its forward consists of."""
 
     @abstractmethod
     def make_buffers(self, shape: Shape) -> Buffers:
@@ -130,8 +135,10 @@ class ForwardGraphs(ABC, Generic[Shape, Buffers]):
             # Compiles the kernels and makes the libraries' workspaces, neither of which can be captured.
             forward()
             # A capture that fails half-way leaves torch's random numbers unusable: what would fail it is found here.
-            with waiting_is_an_error():
-                forward()
+            if self.variant(shape) not in self._tried:
+                with waiting_is_an_error():
+                    forward()
+                self._tried.add(self.variant(shape))
         stream.synchronize()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
@@ -161,6 +168,9 @@ class DecodeGraphs(ForwardGraphs[StepShape, StepBuffers]):
     @property
     def max_graphs(self) -> int:
         return MAX_GRAPHS
+
+    def variant(self, shape: StepShape) -> Hashable:
+        return shape.depth, shape.some_first
 
     def make_buffers(self, shape: StepShape) -> StepBuffers:
         return StepBuffers(shape, self.device)
@@ -203,6 +213,9 @@ class PrefillGraphs(ForwardGraphs[PrefillShape, PrefillBuffers]):
     def max_graphs(self) -> int:
         return MAX_PREFILL_GRAPHS
 
+    def variant(self, shape: PrefillShape) -> Hashable:
+        return shape.num_prompts, shape.rectangle, shape.num_keys > 0
+
     def make_buffers(self, shape: PrefillShape) -> PrefillBuffers:
         return PrefillBuffers(shape, self.prompts, self.device)
 
@@ -212,7 +225,12 @@ class PrefillGraphs(ForwardGraphs[PrefillShape, PrefillBuffers]):
 
     def run(self, chunks: Sequence[PrefillChunk]) -> Tensor | None:
         """The last hidden row of each chunk [B, hidden_size], which the next run overwrites; None: see `find`."""
-        found = self.find(padded_prefill_shape(exact_shape(chunks)))
+        exact = exact_shape(chunks)
+        shape = padded_prefill_shape(exact)
+        if shape not in self._graphs:
+            # Some more padding costs less than the tenth of a second that a capture takes.
+            shape = stand_in(self._graphs, exact) or shape
+        found = self.find(shape)
         if found is None:
             return None
         found.buffers.fill(chunks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 import torch
@@ -16,6 +16,8 @@ FINE_FROM = 1024
 """From here on buckets are a sixteenth of a power of two apart, below an eighth."""
 SMALLEST = 64
 """Tokens of the smallest bucket."""
+SLACK = 96
+"""So many tokens of padding are always worth not to capture another shape: a short forward takes no time for them."""
 FEW_PROMPTS = 4
 """So many prompts share one shape, whatever the length of the longest."""
 LONG = 512
@@ -67,6 +69,27 @@ def padded_prefill_shape(shape: PrefillShape) -> PrefillShape:
     return PrefillShape(T, B, longest, keys)
 
 
+def holds(room: PrefillShape, shape: PrefillShape) -> bool:
+    """Whether a forward of the exact sizes `shape` can run in the padded shape `room`, at little cost."""
+    if not shape.num_tokens <= room.num_tokens <= max(shape.num_tokens * 9 // 8, shape.num_tokens + SLACK):
+        return False
+    if room.rectangle:
+        alike = shape.num_prompts == room.num_prompts and not shape.num_keys
+        return alike and shape.longest <= room.longest
+    padding = room.num_tokens - shape.num_tokens
+    if shape.num_prompts > room.num_prompts or max(shape.longest, padding) > room.longest:
+        return False
+    if not room.num_keys:
+        return not shape.num_keys
+    return room.num_keys >= max(shape.num_keys, shape.num_tokens) + padding
+
+
+def stand_in(captured: Iterable[PrefillShape], shape: PrefillShape) -> PrefillShape | None:
+    """The least of the captured shapes that holds a forward of the exact sizes `shape`; None if there is none."""
+    fitting = [room for room in captured if holds(room, shape)]
+    return min(fitting, key=lambda room: (room.num_tokens, not room.rectangle, room.num_keys), default=None)
+
+
 def bucket(num_tokens: int) -> int:
     """The tokens that a forward of so many is padded to."""
     if num_tokens <= SMALLEST:
@@ -76,11 +99,14 @@ def bucket(num_tokens: int) -> int:
 
 
 def buckets_up_to(num_tokens: int) -> list[int]:
-    """Every bucket up to the one of `num_tokens`."""
-    found, end = [SMALLEST], bucket(num_tokens)
-    while found[-1] < end:
-        found.append(bucket(found[-1] + 1))
-    return found
+    """Buckets of which one holds any number of tokens up to `num_tokens` (see `holds`)."""
+    found, end = [bucket(num_tokens)], bucket(num_tokens)
+    while end > SLACK:
+        # The least number that this bucket still holds; the next one must hold what is below.
+        least = min(end - SLACK, -(-end * 8 // 9))
+        end = bucket(least - 1) if bucket(least - 1) < end else end - SMALLEST
+        found.append(end)
+    return sorted(found)
 
 
 class PrefillBuffers:

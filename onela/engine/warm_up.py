@@ -20,19 +20,23 @@ logger = logging.getLogger(__name__)
 
 
 def prefill_shapes(config: EngineConfig) -> Iterator[PrefillShape]:
-    """Every shape of at most `warm_up_tokens` tokens in one new prompt or in a few, largest first; where prompts may go
-    on from a state, that kind too."""
+    """Shapes of which one holds any forward of at most `warm_up_tokens` tokens, largest first.
+
+    Of each size: one new prompt; a few of them; and where prompts may go on from a state, a few with few keys, and
+    many with many.
+    """
     if not config.warm_up_tokens:
         return
-    limit = min(config.warm_up_tokens, config.max_batch_tokens)
-    for num_tokens in reversed(buckets_up_to(max(limit, SMALLEST))):
-        yield PrefillShape(num_tokens, 1, num_tokens, rectangle=True)
-        yield PrefillShape(num_tokens, FEW_PROMPTS, num_tokens)
+    limit = max(SMALLEST, min(config.warm_up_tokens, config.max_batch_tokens))
+    for T in reversed(buckets_up_to(limit)):
+        yield PrefillShape(T, 1, T, rectangle=True)
+        yield PrefillShape(T, FEW_PROMPTS, T)
         if config.prompt_cache_bytes:
             keys = FEW_KEYS
-            while keys < num_tokens:
+            while keys < T:
                 keys *= 4
-            yield PrefillShape(num_tokens, FEW_PROMPTS, num_tokens, keys)
+            yield PrefillShape(T, FEW_PROMPTS, T, keys)
+            yield PrefillShape(T, 4 * FEW_PROMPTS, T, 4 * keys)
 
 
 def decode_shapes(config: EngineConfig, num_levels: int) -> list[StepShape]:

@@ -11,6 +11,7 @@ import torch
 
 import onela
 from onela import BeamParams, Engine, Request
+from tests.engine.fake_model import alone, answer, check_nothing_is_held, fake_engine
 from tests.engine.helpers import (
     Scorer,
     catalog_of,
@@ -444,3 +445,17 @@ def test_pools_are_allocated_at_the_start_when_that_is_asked_for(checkpoint: Any
     assert engine.state.records.pool.generation == generation
     with pytest.raises(onela.ConfigError, match="preallocate: max_pages must be set"):
         tiny_engine(checkpoint[0], VOCABULARY, CATALOG, preallocate=True, max_slots=90, max_prompts=3)
+
+
+def test_a_rehearsal_leaves_nothing_behind(caplog: pytest.LogCaptureFixture) -> None:
+    options = {"warm_up_requests": 3, "warm_up_beams": 8, "prompt_cache_bytes": 100_000}
+    engine = fake_engine(**options)
+    check_nothing_is_held(engine)
+    assert engine.cache is not None
+    assert engine.cache.stats.misses == 0
+    request = Request(prompt_token_ids=[5, 6, 7])
+    assert answer(engine.generate([request])[0]) == answer(alone(request))
+    assert not caplog.text
+    # What goes wrong with it is said, and no more.
+    fake_engine(**options, max_slots=1)
+    assert "the rehearsal of a warm start failed: the request needs" in caplog.text

@@ -15,6 +15,7 @@ from onela.engine.prefill_packing import (
     bucket,
     buckets_up_to,
     padded_prefill_shape,
+    stand_in,
 )
 from onela.engine.warm_up import decode_shapes, prefill_shapes, warm_up
 from onela.ops.prefill_tables import PrefillShape
@@ -115,10 +116,40 @@ def test_buckets_cost_little() -> None:
         assert bucket(padded) == padded
         assert padded - tokens <= max(tokens // (16 if tokens > 1024 else 8), 63)
     assert [bucket(n) for n in (4096, 5120, 20480)] == [4096, 5120, 20480]
-    buckets = buckets_up_to(16384)
-    assert buckets[0] == 64
-    assert buckets[-1] == 16384
-    assert len(buckets) < 100
+
+
+@pytest.mark.parametrize("limit", [64, 65, 300, 1000, 5120, 16384])
+def test_a_few_buckets_hold_any_number_of_tokens(limit: int) -> None:
+    buckets = buckets_up_to(limit)
+    assert len(buckets) < 50
+    assert max(buckets) == bucket(limit)
+    for tokens in range(1, limit + 1):
+        captured = [PrefillShape(T, 4, T) for T in buckets]
+        room = stand_in(captured, PrefillShape(tokens, 2, -(-tokens // 2)))
+        assert room is not None, tokens
+        assert tokens <= room.num_tokens <= max(tokens * 9 / 8, tokens + 96)
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        (PrefillShape(1000, 1, 1000, rectangle=True), PrefillShape(1024, 1, 1024, rectangle=True)),
+        (PrefillShape(1000, 2, 500), PrefillShape(1024, 4, 1024)),
+        (PrefillShape(1000, 2, 500, 9000), PrefillShape(1024, 4, 1024, 16384)),
+        (PrefillShape(1000, 2, 500, 16370), PrefillShape(1024, 16, 1024, 65536)),
+        (PrefillShape(1000, 5, 500), PrefillShape(1024, 16, 1024, 65536)),
+        (PrefillShape(1000, 5, 500, 65530), None),
+        (PrefillShape(1000, 17, 100), None),
+        (PrefillShape(1030, 2, 515), None),
+        (PrefillShape(900, 2, 450), None),
+    ],
+)
+def test_a_captured_shape_stands_in_for_what_it_holds(
+    shape: PrefillShape, expected: PrefillShape | None
+) -> None:
+    captured = [PrefillShape(1024, 1, 1024, rectangle=True), PrefillShape(1024, 4, 1024)]
+    captured += [PrefillShape(1024, 4, 1024, 16384), PrefillShape(1024, 16, 1024, 65536)]
+    assert stand_in(captured, shape) == expected
 
 
 @pytest.mark.parametrize(
@@ -146,7 +177,7 @@ def test_a_warm_engine_captures_nothing_more(path: Path) -> None:
     captures = prefill.num_captures, decode.num_captures
     assert captures[0] == len(list(prefill_shapes(config))) == 2 * len(buckets_up_to(300))
     assert captures[1] == len(decode_shapes(config, len(SIZES)))
-    for lengths in ((70,), (30, 60, 20), (90, 90, 3, 60), (1, 1), (300,)):
+    for lengths in ((70,), (30, 60, 20), (90, 90, 3, 60), (1, 1), (300,), (150, 140), (251,)):
         # Twelve beams are more than the first level has codes: the later levels alone are as wide.
         engine.generate(requests(*lengths), BeamParams(beam_width_array=(6, 12, 12)))
     assert prefill.num_captures == captures[0]
