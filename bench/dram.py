@@ -45,6 +45,8 @@ def profiled(names: list[str], case: Case) -> None:
     torch.cuda.synchronize()
     cudart = torch.cuda.cudart()
     cudart.cudaProfilerStart()
+    # The profiler's own dirty lines must not count as the first arm's.
+    other.amax()
     for calls in arms:
         for call in calls:
             call()
@@ -56,7 +58,8 @@ def profiled(names: list[str], case: Case) -> None:
 def read_counters(text: str) -> list[dict[str, float]]:
     """What `ncu --csv --page raw` says of every arm, in bytes: read, written (also behind it), stored to the cache.
 
-    A kernel whose name has "replay" in it is one of an arm's calls; those that follow drive out what it left.
+    A kernel whose name has "replay" in it is one of an arm's calls; those that follow drive out what it left. Kernels
+    before the first arm do not count.
     """
     lines = text.splitlines()
     begin = next(i for i, line in enumerate(lines) if line.startswith('"ID"'))
@@ -70,6 +73,8 @@ def read_counters(text: str) -> list[dict[str, float]]:
         if is_call and behind:
             arms.append({"calls": 0, "read": 0, "written": 0, "stored": 0})
         behind = not is_call
+        if not arms:
+            continue
         arms[-1]["written"] += written
         if is_call:
             arms[-1]["calls"] += 1

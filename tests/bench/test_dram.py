@@ -8,6 +8,7 @@ TABLE = """==PROF== Connected to process 1
 12 rows of other output
 "ID","Kernel Name","dram__bytes_read.sum","dram__bytes_write.sum","lts__t_sectors_op_write.sum"
 "","","byte","byte","sector"
+"9","void at::native::reduce_kernel","9,999","77","7"
 "0","gated_delta_replay_hopper_kernel","1,000","10","2"
 "1","gated_delta_replay_hopper_kernel","2,000","20","3"
 "2","void at::native::reduce_kernel","9,999","300","7"
