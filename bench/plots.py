@@ -107,6 +107,49 @@ def draw_state_by_length(axes: Any) -> None:
     axes.grid(True, which="major", alpha=0.3)
 
 
+SWEEP_ARMS = ("full_state_copy", "full_state_read_parent", "replay_ssm_shared")
+
+
+def draw_gains(axes: Any, shapes: list[dict[str, dict[str, Any]]]) -> None:
+    """How many times faster than each way to hold a state, shape by shape, in order."""
+    for arm in SWEEP_ARMS:
+        gains = sorted(row[arm]["value"] / row["replay"]["value"] for row in shapes if arm in row)
+        axes.plot(range(1, len(gains) + 1), gains, label=LABELS[arm], color=COLOURS[arm])
+    axes.set(yscale="log", xlabel="shapes, in order", ylabel="times faster", title="Replay over other ways")
+    axes.set_yticks([5, 10, 20, 50, 100, 200], ["5", "10", "20", "50", "100", "200"])
+    axes.minorticks_off()
+    axes.grid(True, which="major", alpha=0.3)
+    axes.legend(frameon=False)
+
+
+def draw_floors(axes: Any, shapes: list[dict[str, dict[str, Any]]]) -> None:
+    """The time of every shape over that of moving its bytes, by how long that takes."""
+    for size, colour in ((128, COLOURS["replay"]), (256, COLOURS["full_state_copy"])):
+        rows = [row["replay"] for row in shapes if row["replay"]["case"]["K"] == size]
+        points = [(row["floor"] * 1e3, row["ratio_to_floor"]) for row in rows]
+        axes.scatter(*zip(*points), s=7, color=colour, label=f"key size {size}")
+    axes.set(xscale="log", xlabel="microseconds to move the bytes", ylabel="time over that", ylim=(0, None))
+    axes.set_title("All decode calls over their byte floor")
+    axes.set_xticks([10, 30, 100, 300, 1000], ["10", "30", "100", "300", "1000"])
+    axes.minorticks_off()
+    axes.grid(True, which="major", alpha=0.3)
+    axes.legend(frameon=False)
+
+
+def draw_sweep(rows: list[dict[str, Any]]) -> None:
+    """The figure of the sweep, when it has been run."""
+    shapes: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        if (row["bench"], row["metric"]) == ("operator_sweep", "time"):
+            shapes.setdefault(str(row["case"]), {})[row["arm"]] = row
+    found = [arms for arms in shapes.values() if "replay" in arms]
+    if found:
+        figure, panels = pyplot().subplots(1, 2, figsize=(10, 3.4), layout="constrained")
+        draw_gains(panels[0], found)
+        draw_floors(panels[1], found)
+        figure.savefig(FIGURES / "sweep.svg", metadata={"Date": None})
+
+
 def main() -> None:
     plt = pyplot()
     rows = read_results()
@@ -121,6 +164,7 @@ def main() -> None:
     draw_step_times(panels[1], rows, "model", "Decode step, whole model")
     draw_state_by_length(panels[2])
     save(figure, panels[0], "crossover")
+    draw_sweep(rows)
 
 
 def save(figure: Any, legend: Any, name: str) -> None:

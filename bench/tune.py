@@ -48,6 +48,19 @@ REPLAY_CUTS = [
     ReplayConfig(overlap=True, programs_per_sm=1),
     ReplayConfig(block_w=16, overlap=True),
 ]
+SMALL_HEAD_CUTS = [
+    ReplayConfig(block_w=w, num_warps=n, programs_per_sm=p, prefetch=True, overlap=True)
+    for w, n, p in (
+        (32, 4, 2),
+        (32, 4, 4),
+        (32, 2, 4),
+        (32, 2, 8),
+        (64, 4, 2),
+        (64, 4, 4),
+        (64, 8, 2),
+        (16, 1, 8),
+    )
+]
 CONV_CUTS = [
     {"block_w": w, "num_warps": n, "programs_per_sm": p, "max_channels": c}
     for w, n, c in ((8, 2, 256), (8, 1, 128), (4, 1, 256))
@@ -55,9 +68,14 @@ CONV_CUTS = [
 ]
 
 
-def replay_items(shapes: list[tuple[int, int]], calls: tuple[int, ...]) -> Iterator[Item]:
+def replay_items(
+    shapes: list[tuple[int, int]],
+    calls: tuple[int, ...],
+    size: int = 128,
+    cuts: list[ReplayConfig] = REPLAY_CUTS,
+) -> Iterator[Item]:
     for R, W in shapes:
-        case = Case(R=R, W=W, O=max(calls) + 2)
+        case = Case(R=R, W=W, K=size, V=size, O=max(calls) + 2)
         problem = build(case)
         kept = records(problem, torch.bfloat16, torch.bfloat16, torch.float32)
         kept["records_g"].normal_().abs_().mul_(-0.3)
@@ -70,7 +88,7 @@ def replay_items(shapes: list[tuple[int, int]], calls: tuple[int, ...]) -> Itera
             wanted = partial(replay_step_ref, *rows, recurrent_state=state, **kept, **index)
             wanted = lru_cache(wanted)
             floor = case.call_bytes(t) - case.N * case.H * case.K * 2
-            for cut in REPLAY_CUTS:
+            for cut in cuts:
                 call = partial(
                     launch_replay,
                     *rows,
@@ -81,7 +99,8 @@ def replay_items(shapes: list[tuple[int, int]], calls: tuple[int, ...]) -> Itera
                     out_dtype=None,
                     config=cut,
                 )
-                yield "replay", {"R": R, "W": W, "t": t}, asdict(cut), call, floor, wanted
+                heads = {} if size == 128 else {"K": size, "V": size}
+                yield "replay", {"R": R, "W": W, "t": t, **heads}, asdict(cut), call, floor, wanted
 
 
 def full_state_few(rows: list, states: torch.Tensor, prompt: torch.Tensor, index: tuple) -> torch.Tensor:
@@ -260,6 +279,10 @@ def items(what: list[str], *, small: bool) -> Iterator[Item]:
     """Every case and cut; `small` ones compile to the same kernels and take little memory."""
     if "replay" in what:
         yield from replay_items([(16, 64)] if small else [(16, 512), (4, 512), (4, 256)], (0, 1, 5))
+    if "small_heads" in what:
+        for size in (64, 32):
+            shapes = [(16, 64)] if small else [(16, 512), (4, 512)]
+            yield from replay_items(shapes, (0, 5), size, SMALL_HEAD_CUTS)
     if "layer_step" in what:
         yield from layer_items([(16, 64)] if small else [(16, 512), (16, 256), (4, 512), (4, 256)], (0, 1, 3))
     if "full_state" in what:
@@ -283,6 +306,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=14)
     parser.add_argument("--best", type=int, default=6, help="cuts to print per case")
     parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--commit", default=None, help="commit to note, where there is no checkout")
     args = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     workers = [
@@ -315,6 +339,7 @@ def main() -> None:
                 value=value,
                 floor=floor,
                 out=args.out,
+                commit=args.commit,
             )
     for (what, case), results in found.items():
         print(what, case, f"floor {results[0][2]:.1f} us")

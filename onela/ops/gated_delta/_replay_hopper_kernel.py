@@ -31,6 +31,7 @@ from onela.ops.gated_delta._replay_hopper_layouts import (
     half_copy_layout,
     half_image,
     half_piece_layout,
+    line_layout,
     operand_layout,
     piece_layout,
     row_image,
@@ -149,6 +150,45 @@ def load_index(p_slots, p_ancestors, s_ancestors, n, end, T: gl.constexpr):
         at = gl.load(p_ancestors + n.to(gl.int64) * s_ancestors + j, mask=n < end, other=-1)
         index = index + (gl.where(slot >= 0, at, -1),)
     return index
+
+
+@gluon.jit
+def prefetch(p_line, live):
+    """Ask for what lies there to be brought to the L2 cache."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [p_line.to(gl.int64), live.to(gl.int32)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def prefetch_decays(p_records_g, index, i_hv, HV: gl.constexpr, T: gl.constexpr):
+    """The log decays of all ancestors of a tile: they are loaded where nothing else would cover the way to memory."""
+    for j in gl.static_range(T):
+        at = index[1 + j]
+        prefetch(p_records_g + at.to(gl.int64) * HV + i_hv, at >= 0)
+
+
+@gluon.jit
+def prefetch_records(p_keys, p_deltas, index, G: gl.constexpr):
+    """The keys and deltas of all ancestors of a tile, 64 bytes a thread."""
+    LINE: gl.constexpr = line_layout(G.NW)
+    T: gl.constexpr = G.T
+    KB: gl.constexpr = G.KB
+    DS: gl.constexpr = G.DS
+    piece = gl.arange(0, 4, layout=gl.SliceLayout(0, LINE))
+    for j in gl.static_range(T):
+        at = gl.convert_layout(index[1 + j], gl.SliceLayout(1, LINE), assert_trivial=True)
+        live = (at >= 0)[:, None] & (piece >= 0)[None, :]
+        for b in gl.static_range(KB):
+            prefetch(p_keys + b * 128 + (at.to(gl.int64) * G.HK)[:, None] + piece[None, :] * 32, live)
+        for b in gl.static_range(DS):
+            p_rows = p_deltas + b * 64 + (at.to(gl.int64) * G.HVV)[:, None] + piece[None, :] * (32 // DS)
+            prefetch(p_rows, live)
 
 
 @gluon.jit
@@ -360,8 +400,11 @@ def gated_delta_replay_hopper_kernel(
         index_2 = index_1
         if REACH == 2:
             index_2 = load_index(p_slots, p_ancestors, s_ancestors, n + 2 * BW, live_end, T)
-        # The state and all indices are loaded while the kernel before this one drains.
+        prefetch_decays(p_records_g, index, i_hv, HV, T)
+        # The state and all indices are loaded while the kernel before this one drains, and records are on their way.
         if OVERLAP:
+            if start == first:
+                prefetch_records(base[3], base[4], index, G)
             if start == first:
                 gdc_launch_dependents()
                 gdc_wait()
@@ -380,6 +423,7 @@ def gated_delta_replay_hopper_kernel(
             index_3 = load_index(p_slots, p_ancestors, s_ancestors, n + (REACH + 1) * BW, live_end, T)
             if REACH == 1:
                 index_2 = index_3
+            prefetch_decays(p_records_g, index_1, i_hv, HV, T)
             indices = (index, index_1, index_2)
             more = n + BW < live_end
             g_1 = gl.load(p_g + (n + BW).to(gl.int64) * s_g + i_hv, mask=more, other=0.0)

@@ -98,6 +98,18 @@ def piece_layout(NW):
 
 
 @gluon.constexpr_function
+def line_layout(NW):
+    """Thread (row, c): column c of four, the row of piece_layout."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[],
+        lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
+        warp_bases=warp_bases(NW),
+        block_bases=[],
+        shape=[8 * NW, 4],
+    )
+
+
+@gluon.constexpr_function
 def half_copy_layout(NW):
     """Half of an fp32 row, 64 columns, as it is copied: thread (row, c) has columns 16 i + 4 c + (0..3)."""
     return gl.DistributedLinearLayout(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -278,7 +278,12 @@ def choose_hopper(
         cost = waves * ((triton.cdiv(rows, BW) + requests - 1) * tile + requests * state)
         if cost < best[0]:
             best = (cost, config)
-    return best[1]
+    chosen = best[1]
+    programs = triton.cdiv(N, rows_per_program(N, B, chosen)) * HV * (V // 128)
+    if num_warps == 4 and 2 * programs <= multiprocessors:
+        # They have a multiprocessor each, and the kernel behind begins on the others: room for more in flight.
+        chosen = replace(chosen, ring=max(ring, 8))
+    return chosen
 
 
 def rows_readable(x: Tensor) -> bool:
