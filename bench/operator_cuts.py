@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bench.operator import ARMS, Calls, Problem, arm, replay_calls
 
-WARPS_AND_RINGS = {128: ((4, 4), (4, 5), (4, 6), (4, 8)), 256: ((4, 8), (8, 4), (8, 5), (8, 6))}
+WARPS_AND_RINGS = {128: ((4, 5), (4, 6), (4, 8)), 256: ((4, 8), (8, 4), (8, 5), (8, 6))}
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
 
 
