@@ -162,11 +162,13 @@ def full_state_items(shapes: list[tuple[int, int]]) -> Iterator[Item]:
         del states
 
 
-def replay_ssm_items(shapes: list[tuple[int, int]]) -> Iterator[Item]:
+def replay_ssm_items(
+    shapes: list[tuple[int, int]], sharing: tuple[bool, ...] = (True, False), depths: tuple[int, ...] = (0, 1)
+) -> Iterator[Item]:
     for (R, W), dtype in itertools.product(shapes, (torch.float32, torch.bfloat16)):
         case = Case(R=R, W=W)
         problem = build(case)
-        N, T = case.N, 4
+        N, T = case.N, max(4, max(depths) + 1)
         states = torch.empty(N, case.HV, case.V, case.K, dtype=dtype, device="cuda").normal_()
         rows = [x[0] for x in (problem.q, problem.k, problem.v, problem.g, problem.beta)]
         buffers = (
@@ -175,9 +177,7 @@ def replay_ssm_items(shapes: list[tuple[int, int]]) -> Iterator[Item]:
             torch.randn(N, T, case.H, case.K, device="cuda", dtype=torch.bfloat16),
         )
         here = torch.arange(N, dtype=torch.int32, device="cuda")
-        for shared, depth, block_v, warps in itertools.product(
-            (True, False), (0, 1), (16, 32, 64), (1, 2, 4)
-        ):
+        for shared, depth, block_v, warps in itertools.product(sharing, depths, (8, 16, 32, 64), (1, 2, 4)):
             if block_v * case.K // (32 * warps) > 128:
                 continue
             checkpoints = problem.state.to(dtype) if shared else states
@@ -287,6 +287,8 @@ def items(what: list[str], *, small: bool) -> Iterator[Item]:
         yield from layer_items([(16, 64)] if small else [(16, 512), (16, 256), (4, 512), (4, 256)], (0, 1, 3))
     if "full_state" in what:
         yield from full_state_items([(2, 64)] if small else [(4, 256), (16, 512)])
+    if "replay_ssm_shared_deep" in what:
+        yield from replay_ssm_items([(2, 64)] if small else [(4, 256)], (True,), (5,))
     if "replay_ssm" in what:
         yield from replay_ssm_items([(2, 64)] if small else [(4, 256), (16, 512)])
 
