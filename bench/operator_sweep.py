@@ -150,7 +150,7 @@ def prepare(args: argparse.Namespace) -> None:
 
 
 def write(args: argparse.Namespace, **line: Any) -> None:
-    append_result(BENCH, **line, out=args.out, commit=args.commit)
+    append_result(BENCH, **line, out=args.out, commit=args.commit, **getattr(args, "measured_on", {}))
 
 
 def shard(args: argparse.Namespace) -> list[Case]:
@@ -321,6 +321,11 @@ def run_cuts(args: argparse.Namespace) -> None:
 def summarize(args: argparse.Namespace) -> None:
     """Lines and a short table of the medians, the slowest shape and the largest errors; fails if shapes are missing."""
     lines = [row for row in read_results(args.results) if row["bench"] == BENCH]
+    measured = [row for row in lines if row["metric"] == "time" and row["arm"] == "replay"]
+    if measured:
+        # The sums are of that machine's and that version's lines, wherever they are summed up.
+        args.measured_on = {key: measured[-1][key] for key in ("gpu", "driver", "torch", "triton", "date")}
+        args.commit = args.commit or measured[-1]["commit"]
     times: dict[Case, dict[str, dict[str, Any]]] = {}
     for row in lines:
         if row["metric"] == "time":

@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch import Tensor
 
-from bench.common import append_result, machine, time_graph
+from bench.common import Failures, append_result, machine, time_graph
 from bench.operator import Case, Problem, build, label, reference_outputs
 from onela.ops.gated_delta.reference import gated_delta_gates
 
@@ -277,7 +277,7 @@ def largest_error(peer: Peer, case: Case, dtype: torch.dtype, key_first: bool, d
     return max(error if error == error else float("inf") for error in errors)
 
 
-def run_peer(name: str, case: Case, dtype: torch.dtype, args: argparse.Namespace) -> None:
+def run_peer(name: str, case: Case, dtype: torch.dtype, args: argparse.Namespace, failures: Failures) -> None:
     peer, state = PEERS[name], str(dtype).removeprefix("torch.")
     small = Case(R=2, W=32, H=case.H, HV=case.HV, K=case.K, V=case.V, O=4)
     try:
@@ -299,7 +299,7 @@ def run_peer(name: str, case: Case, dtype: torch.dtype, args: argparse.Namespace
             "peers", **line, metric="max_abs_error", unit="1", value=error, limit=ERROR_LIMIT[state]
         )
         if not error <= ERROR_LIMIT[state]:
-            print(f"{name:24} {state:9} WRONG; not timed", flush=True)
+            failures.add(f"{name} {state} {label(case)}", f"wrong: error {error:.1e}; not timed")
             return
         samples = time_graph(peer(make_inputs(case, dtype), key_first), samples=args.samples)
         steps = case.O - 1
@@ -312,8 +312,7 @@ def run_peer(name: str, case: Case, dtype: torch.dtype, args: argparse.Namespace
     except ImportError:
         print(f"{name:24} absent", flush=True)
     except Exception as error:  # a peer that fails must not hide the others
-        print(f"{name:24} {state:9} FAILED: {type(error).__name__}: {str(error)[:300]}", flush=True)
-        torch.cuda.empty_cache()
+        failures.add(f"{name} {state} {label(case)}", f"{type(error).__name__}: {error}")
 
 
 def main() -> None:
@@ -333,9 +332,11 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.error("needs a GPU")
     print(machine(), flush=True)
+    failures = Failures()
     for R, W, O in product(args.requests, args.widths, args.outputs):  # noqa: E741
         for name, dtype in product(args.peers, (torch.float32, torch.bfloat16)):
-            run_peer(name, Case(R=R, W=W, O=O), dtype, args)
+            run_peer(name, Case(R=R, W=W, O=O), dtype, args, failures)
+    failures.exit()
 
 
 if __name__ == "__main__":
