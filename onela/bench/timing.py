@@ -41,6 +41,8 @@ def time_graph(
 ) -> list[float]:
     """Microseconds of running all calls once, captured together in one CUDA graph and replayed back to back."""
     stream = torch.cuda.Stream()
+    # What the calls read may still be on its way there.
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for call in calls:
             call()

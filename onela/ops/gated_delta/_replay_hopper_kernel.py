@@ -174,21 +174,35 @@ def prefetch_decays(p_records_g, index, i_hv, HV: gl.constexpr, T: gl.constexpr)
 
 
 @gluon.jit
-def prefetch_records(p_keys, p_deltas, index, G: gl.constexpr):
-    """The keys and deltas of all ancestors of a tile, 64 bytes a thread."""
+def prefetch_rows(p_base, offset, live, STEP: gl.constexpr, G: gl.constexpr):
+    """256 bytes of every row, 64 a thread; STEP is how many elements 64 bytes are."""
     LINE: gl.constexpr = line_layout(G.NW)
+    piece = gl.arange(0, 4, layout=gl.SliceLayout(0, LINE))
+    offset = gl.convert_layout(offset, gl.SliceLayout(1, LINE), assert_trivial=True)
+    live = gl.convert_layout(live, gl.SliceLayout(1, LINE), assert_trivial=True)
+    prefetch(p_base + offset[:, None] + piece[None, :] * STEP, live[:, None] & (piece >= 0)[None, :])
+
+
+@gluon.jit
+def prefetch_tile(n, index, base, stride, G: gl.constexpr):
+    """Everything of a tile but its gates: what the kernel before this one has not written comes from memory early."""
     T: gl.constexpr = G.T
     KB: gl.constexpr = G.KB
     DS: gl.constexpr = G.DS
-    piece = gl.arange(0, 4, layout=gl.SliceLayout(0, LINE))
+    live = index[0] >= 0
+    for b in gl.static_range(KB):
+        prefetch_rows(base[0] + b * 128, n.to(gl.int64) * stride[0], live, 32, G)
+        if G.RAW:
+            prefetch_rows(base[3] + b * 128, index[0].to(gl.int64) * G.HK, live, 32, G)
+        else:
+            prefetch_rows(base[1] + b * 128, n.to(gl.int64) * stride[1], live, 32, G)
     for j in gl.static_range(T):
-        at = gl.convert_layout(index[1 + j], gl.SliceLayout(1, LINE), assert_trivial=True)
-        live = (at >= 0)[:, None] & (piece >= 0)[None, :]
+        at = index[1 + j]
         for b in gl.static_range(KB):
-            prefetch(p_keys + b * 128 + (at.to(gl.int64) * G.HK)[:, None] + piece[None, :] * 32, live)
+            prefetch_rows(base[3] + b * 128, at.to(gl.int64) * G.HK, at >= 0, 32, G)
         for b in gl.static_range(DS):
-            p_rows = p_deltas + b * 64 + (at.to(gl.int64) * G.HVV)[:, None] + piece[None, :] * (32 // DS)
-            prefetch(p_rows, live)
+            prefetch_rows(base[4] + b * 64, at.to(gl.int64) * G.HVV, at >= 0, 32 // DS, G)
+    prefetch_rows(base[2], n.to(gl.int64) * stride[2], live, 32, G)
 
 
 @gluon.jit
@@ -401,10 +415,10 @@ def gated_delta_replay_hopper_kernel(
         if REACH == 2:
             index_2 = load_index(p_slots, p_ancestors, s_ancestors, n + 2 * BW, live_end, T)
         prefetch_decays(p_records_g, index, i_hv, HV, T)
-        # The state and all indices are loaded while the kernel before this one drains, and records are on their way.
+        # The state and all indices are loaded while the kernel before this one drains; the first rows are on their way.
         if OVERLAP:
             if start == first:
-                prefetch_records(base[3], base[4], index, G)
+                prefetch_tile(n, index, base, stride, G)
             if start == first:
                 gdc_launch_dependents()
                 gdc_wait()

@@ -109,7 +109,7 @@ def launch_replay(
         return o
     depth = ancestors.shape[1]
     chosen = config is None
-    config = config or choose_replay(K, V, q.dtype, q.device)
+    config = config or choose_replay(K, V, q.dtype, q.device, depth)
     blocks_v = V // min(config.block_v, V)
     num_splits = choose_splits(
         N,
@@ -154,13 +154,21 @@ def launch_replay(
     return o
 
 
-def choose_replay(K: int, V: int, dtype: torch.dtype, device: torch.device) -> ReplayConfig:
-    """The cut for a shape: the largest tile that does not spill. fp32 rows and heads over 128 need more warps."""
+def choose_replay(K: int, V: int, dtype: torch.dtype, device: torch.device, depth: int = 1) -> ReplayConfig:
+    """The cut for a shape: the largest tile that does not spill. fp32 rows and heads over 128 need more warps; small
+    heads, whose warps have little to do each, need fewer."""
     wide = dtype.itemsize > 2
     block_v = max(16, min(V, 16384 // K, 64 if wide else 128))
     hopper = has_wgmma(device)
     if hopper and not wide and K <= 256:
         num_warps = 4 if K <= 128 else 8
+        if max(K, V) <= 32:
+            block_w, num_warps, programs = (64, 4, 4) if depth else (16, 1, 8)
+            return ReplayConfig(
+                block_w, block_v, num_warps, prefetch=True, overlap=True, programs_per_sm=programs
+            )
+        if max(K, V) <= 64:
+            return ReplayConfig(32, block_v, 2, prefetch=True, overlap=True, programs_per_sm=4)
         return ReplayConfig(block_w=32, block_v=block_v, num_warps=num_warps, prefetch=True, overlap=True)
     num_warps = 8 if wide or K > 256 else 4
     prefetch = not INTERPRETED
