@@ -57,7 +57,7 @@ def copy_stage(ring, place, n, index, base, stride, S: gl.constexpr, G: gl.const
     The rows' own are copied whatever their slots, so that the first copies need not wait for the index.
     """
     dst = ring.index(place)
-    PIECE: gl.constexpr = piece_layout(G.NW)
+    PIECE: gl.constexpr = piece_layout(G.NW, G.CW)
     if S < G.OWN:
         # Inputs of an ancestor, of v, q or k.
         at = index[1 + G.T - G.PAST + S // 3]
@@ -124,17 +124,31 @@ def scaled_silu(scaled):
     )
 
 
+@gluon.constexpr_function
+def channel_layout(G):
+    """One of 128 channels a thread."""
+    return gl.BlockedLayout([1], [32], [G.NW * G.CW], [0])
+
+
 @gluon.jit
-def load_taps(p_weight, channel, NW: gl.constexpr):
-    """The four weights of each of 128 channels, oldest first, times -log2(e): [128] fp32, one channel a thread."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, TAPS], [32, 1], [NW, 1], [1, 0])
-    channels = channel + gl.arange(0, 128, layout=gl.SliceLayout(1, LAYOUT))
+def load_taps(p_weight, channels, G: gl.constexpr):
+    """The weights of v, q and k, a channel's four together: three times [128, 4]."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, TAPS], [32, 1], [G.NW * G.CW, 1], [1, 0])
     inputs = gl.arange(0, TAPS, layout=gl.SliceLayout(0, LAYOUT))
-    w = gl.load(p_weight + channels[:, None] * TAPS + inputs[None, :]).to(gl.float32) * MINUS_LOG2E
-    even, odd = w.reshape([128, 2, 2]).split()
+    weights = ()
+    for part in gl.static_range(3):
+        at = channels[part] + gl.arange(0, 128, layout=gl.SliceLayout(1, LAYOUT))
+        weights = weights + (gl.load(p_weight + at[:, None] * TAPS + inputs[None, :]),)
+    return weights
+
+
+@gluon.jit
+def split_taps(weights, G: gl.constexpr):
+    """The four weights of each channel, oldest input first, times -log2(e): each [128] fp32, one channel a thread."""
+    CHANNEL: gl.constexpr = channel_layout(G)
+    even, odd = (weights.to(gl.float32) * MINUS_LOG2E).reshape([128, 2, 2]).split()
     w_0, w_2 = even.split()
     w_1, w_3 = odd.split()
-    CHANNEL: gl.constexpr = gl.BlockedLayout([1], [32], [NW], [0])
     w_0 = gl.convert_layout(w_0, CHANNEL, assert_trivial=True)
     w_1 = gl.convert_layout(w_1, CHANNEL, assert_trivial=True)
     w_2 = gl.convert_layout(w_2, CHANNEL, assert_trivial=True)
@@ -143,21 +157,21 @@ def load_taps(p_weight, channel, NW: gl.constexpr):
 
 
 @gluon.jit
-def store_taps(taps, p_weight, channels, G: gl.constexpr):
-    """Put the weights of v, q and k into shared memory."""
+def store_taps(taps, weights, G: gl.constexpr):
+    """Put the weights that a window of this depth needs into shared memory."""
     for part in gl.static_range(3):
-        w = load_taps(p_weight, channels[part], G.NW)
+        w = split_taps(weights[part], G)
         for i in gl.static_range(TAPS):
             if i >= TAPS - 1 - G.PAST:
                 taps.index(part * TAPS + i).store(w[i])
 
 
 @gluon.jit
-def load_past(p_conv_state, channels, live, NW: gl.constexpr):
+def load_past(p_conv_state, channels, live, G: gl.constexpr):
     """The prompt's last inputs of v, q and k, oldest first: three times [128], one channel a thread."""
     past = ()
     for part in gl.static_range(3):
-        at = channels[part] + gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [NW], [0]))
+        at = channels[part] + gl.arange(0, 128, layout=channel_layout(G))
         inputs = ()
         for i in gl.static_range(TAPS - 1):
             inputs = inputs + (gl.load(p_conv_state + at * (TAPS - 1) + i, mask=(at >= 0) & live, other=0.0),)
@@ -166,10 +180,10 @@ def load_past(p_conv_state, channels, live, NW: gl.constexpr):
 
 
 @gluon.jit
-def store_tails(taps, p_weight, past, channels, depth, G: gl.constexpr):
+def store_tails(taps, weights, past, depth, G: gl.constexpr):
     """Put what reaches into the prompt, the same for all of its beams, into shared memory."""
     for part in gl.static_range(3):
-        w = load_taps(p_weight, channels[part], G.NW)
+        w = split_taps(weights[part], G)
         x_0 = past[part][0].to(gl.float32)
         x_1 = past[part][1].to(gl.float32)
         x_2 = past[part][2].to(gl.float32)
@@ -187,7 +201,7 @@ def convolve(ring, place, n, indices, base, stride, taps, slot, owner, G: gl.con
     The results lie where the own inputs lay: returns the place of the first, which are yet to be refilled. `slot` is
     as the sums are laid out.
     """
-    CONV: gl.constexpr = conv_layout(G.NW)
+    CONV: gl.constexpr = conv_layout(G.NW, G.CW)
     CHANNEL: gl.constexpr = gl.SliceLayout(0, CONV)
     PAST: gl.constexpr = G.PAST
     sums = ()
@@ -254,25 +268,26 @@ def gated_delta_layer_step_hopper_kernel(
     T: gl.constexpr,
     BPAD: gl.constexpr,
     NW: gl.constexpr,
+    CW: gl.constexpr,
     RING: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
     DS: gl.constexpr = 1 if p_records_delta.dtype.element_ty == gl.bfloat16 else 2
-    G: gl.constexpr = layer_geometry(H, HV, T, NW, RING, DS)
+    G: gl.constexpr = layer_geometry(H, HV, T, NW, CW, RING, DS)
     BW: gl.constexpr = G.BW
     REACH: gl.constexpr = G.REACH
-    PIECE: gl.constexpr = piece_layout(NW)
-    OPERAND: gl.constexpr = operand_layout(NW)
-    CONV: gl.constexpr = conv_layout(NW)
+    PIECE: gl.constexpr = piece_layout(NW, CW)
+    OPERAND: gl.constexpr = operand_layout(NW, CW)
+    CONV: gl.constexpr = conv_layout(NW, CW)
     ROW: gl.constexpr = gl.SliceLayout(1, PIECE)
     MMA: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[NW, 1], instr_shape=[16, 128, 16]
+        version=[3, 0], warps_per_cta=[NW, CW], instr_shape=[16, 128 // CW, 16]
     )
     DOT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=MMA, k_width=2)
-    LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dots_layout(NW), k_width=2)
+    LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dots_layout(NW, CW), k_width=2)
     STATE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    STATE_COPY: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [NW, 1], [1, 0])
-    REQUESTS: gl.constexpr = gl.BlockedLayout([BPAD // 32], [32], [NW], [0])
+    STATE_COPY: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [NW * CW, 1], [1, 0])
+    REQUESTS: gl.constexpr = gl.BlockedLayout([BPAD // 32], [32], [NW * CW], [0])
 
     pid = gl.program_id(0)
     i_hv = pid % HV
@@ -308,8 +323,8 @@ def gated_delta_layer_step_hopper_kernel(
     prompts = gl.load(p_prompts + requests, mask=requests < B, other=-1).to(gl.int32)
     rate = -gl.exp(gl.load(p_A_log + i_hv).to(gl.float32))
     bias = gl.load(p_dt_bias + i_hv).to(gl.float32)
-    store_taps(taps, p_weight, channels, G)
-    lanes = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [NW], [0]))
+    store_taps(taps, load_taps(p_weight, channels, G), G)
+    lanes = gl.arange(0, 128, layout=channel_layout(G))
     b_norm.index(0).store(gl.load(p_norm_weight + lanes))
 
     start = first
@@ -332,14 +347,12 @@ def gated_delta_layer_step_hopper_kernel(
                 mask=(v_rows >= 0)[:, None] & live,
             )
         async_copy.commit_group()
-        depth = gl.load(p_depths + request, mask=live, other=0).to(gl.int32)
+        depth = gl.to_tensor(0)
+        if T > 0:
+            depth = gl.load(p_depths + request, mask=live, other=0).to(gl.int32)
         p_tail = p_conv_state + gl.maximum(prompt, 0).to(gl.int64) * (G.C * (TAPS - 1))
-        past = load_past(p_tail, channels, live, NW)
-        # All that comes from the prompt is loaded while the kernel before this one drains.
-        if OVERLAP:
-            if start == first:
-                gdc_launch_dependents()
-                gdc_wait()
+        past = load_past(p_tail, channels, live, G)
+        weights = load_taps(p_weight, channels, G)
         # A request of fewer ancestors than T has them at the end of its index.
         shift = depth - T
         n = start + gl.arange(0, BW, layout=ROW)
@@ -350,11 +363,16 @@ def gated_delta_layer_step_hopper_kernel(
             index_2 = load_index(p_slots, p_ancestors, s_ancestors, shift, n + 2 * BW, live_end, T)
         n_conv = start + gl.arange(0, BW, layout=gl.SliceLayout(1, CONV))
         slot_conv = gl.load(p_slots + n_conv, mask=n_conv < live_end, other=-1)
+        # All that comes from the prompt, and the indices, are loaded while the kernel before this one drains.
+        if OVERLAP:
+            if start == first:
+                gdc_launch_dependents()
+                gdc_wait()
         b_a = gl.load(p_a + n.to(gl.int64) * s_a + i_hv, mask=n < live_end, other=0.0)
         b_b = gl.load(p_b + n.to(gl.int64) * s_b + i_hv, mask=n < live_end, other=0.0)
         for s in gl.static_range(RING):
             copy_ahead(ring, s, n, (index, index_1), base, stride, s, G)
-        store_tails(taps, p_weight, past, channels, depth, G)
+        store_tails(taps, weights, past, depth, G)
         async_copy.wait_group(RING)
         fence_async_shared()
         gl.thread_barrier()
@@ -374,8 +392,8 @@ def gated_delta_layer_step_hopper_kernel(
             a = gl.join(xq.reshape([NW, 8, 128]), xk.reshape([NW, 8, 128])).permute(0, 3, 1, 2)
             operand = gl.convert_layout(a.reshape([2 * BW, 128]), DOT, assert_trivial=True)
             lefts = (gl.convert_layout(a.reshape([NW, 16, 128]), LEFT, assert_trivial=True),)
-            qq, _kq = key_dots(lefts, (xq,), 1, NW)
-            qk, kk = key_dots(lefts, (xk,), 1, NW)
+            qq, _kq = key_dots(lefts, (xq,), 1, NW, CW)
+            qk, kk = key_dots(lefts, (xk,), 1, NW, CW)
             acc = product((operand,), state, BW, 1, MMA)
 
             # A tile's index is loaded one tile before its first copy starts.
@@ -404,26 +422,26 @@ def gated_delta_layer_step_hopper_kernel(
             for j in gl.static_range(T):
                 keys = load_stages(ring, place, 1, OPERAND, G)
                 place = refill(ring, place, n, indices, base, stride, G.KEYS + j, G)
-                coefficients = coefficients + key_dots(lefts, keys, 1, NW)
+                coefficients = coefficients + key_dots(lefts, keys, 1, NW, CW)
             # Decays as suffix sums of g, so that nothing is ever divided by a decay.
             decay = b_g
-            weights = ()
+            fades = ()
             for i in gl.static_range(T):
-                weights = weights + (gl.exp(decay),)
+                fades = fades + (gl.exp(decay),)
                 decay = decay + decays[T - 1 - i]
             decay = gl.exp(decay)
 
             acc, _a = warpgroup_mma_wait(0, deps=[acc, operand])
             uq, uk = acc.reshape([NW, 2, 8, 128]).permute(0, 2, 3, 1).split()
-            uq = to_pieces(uq.reshape([BW, 128]), BW, NW) * (q_scale * decay)[:, None]
-            uk = to_pieces(uk.reshape([BW, 128]), BW, NW) * (k_scale * decay)[:, None]
+            uq = to_pieces(uq.reshape([BW, 128]), BW, NW, CW) * (q_scale * decay)[:, None]
+            uk = to_pieces(uk.reshape([BW, 128]), BW, NW, CW) * (k_scale * decay)[:, None]
             for j in gl.static_range(T):
                 delta = load_delta(ring, place, G)
                 for i in gl.static_range(DS):
                     place = refill(ring, place, n, indices, base, stride, G.DELTAS + j * DS + i, G)
-                weight = weights[T - 1 - j]
-                uq += delta * (coefficients[2 * j] * q_scale * weight)[:, None]
-                uk += delta * (coefficients[2 * j + 1] * k_scale * weight)[:, None]
+                fade = fades[T - 1 - j]
+                uq += delta * (coefficients[2 * j] * q_scale * fade)[:, None]
+                uk += delta * (coefficients[2 * j + 1] * k_scale * fade)[:, None]
             delta = b_beta[:, None] * (widen(v) - uk)
             b_o = uq + delta * qk[:, None]
             if T > 1:
