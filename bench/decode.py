@@ -4,8 +4,9 @@ The model has Qwen3.5-0.8B's shape (18 Gated DeltaNet and 6 softmax layers) and 
 random too, and the same for every arm. For every arm the requests are answered once, and their items are held against
 the first arm's; then every decode step is timed as the replay of its CUDA graph, and the matrix products of a step
 alone, on as many rows, in the same run. A step does not depend on how many follow it, so the time for SIDs of O tokens
-is the sum of the first O - 1 steps of the longest. `--parts` adds what the kernels of all steps are for. `--gate-only`
-answers real prompts with a fp32 model of the same shape: there every arm must return the same items.
+is the sum of the first O - 1 steps of the longest. `--parts` adds what the kernels of all steps are for (head and
+selection with the first arm, as they do not depend on it). `--gate-only` answers real prompts with a fp32 model of the
+same shape: there every arm must return the same items.
 
     python bench/decode.py [--prompts 1024 5120] [--tokens 3 7] [--arms replay full_state_copy ...]
     python bench/decode.py --shapes 1x128 1x512 16x128 --prompts 1024 --tokens 7
@@ -215,7 +216,7 @@ def measure_arm(
     )
     report(name, case, measured, alone, quality, args)
     if args.parts and measured.captured:
-        report_parts(name, case, part_times(engine, *sizes), args)
+        report_parts(name, case, part_times(engine, *sizes, whole_steps=name == args.arms[0]), args)
     if args.profile and name == args.arms[0] and engine.runner.graphs is not None:
         for depth, graph in enumerate(engine.runner.graphs._graphs.values()):
             if depth in (0, len(engine.runner.graphs._graphs) - 1):
@@ -319,8 +320,8 @@ def report(
 
 
 def report_parts(name: str, case: dict[str, Any], parts: dict[str, float], args: argparse.Namespace) -> None:
-    """A line for every part of the steps."""
-    total = sum(parts.values())
+    """A line for every part of the steps; its share is that of the forwards."""
+    total = sum(taken for part, taken in parts.items() if part != "head_selection")
     for part, taken in parts.items():
         append_result(
             "decode", arm=name, case=case | {"O": max(args.tokens), "part": part}, metric="part_time", unit="ms",

@@ -102,14 +102,8 @@ def start(
 
 
 @torch.inference_mode()
-def run_steps(
-    engine: Engine, active: Sequence[ActiveRequest], on_step: Callable[[], None] | None = None
-) -> list[float]:
-    """Decode to the end. Returns microseconds of each forward by the host's clock.
-
-    `on_step` is called when a forward is done and its inputs are still in place; what it changes is changed for the
-    later steps too.
-    """
+def run_steps(engine: Engine, active: Sequence[ActiveRequest]) -> list[float]:
+    """Decode to the end. Returns microseconds of each forward by the host's clock."""
     taken = []
     while any(request.outcome is None for request in active):
         batch = engine.scheduler.schedule()
@@ -118,8 +112,6 @@ def run_steps(
         hidden = [rows.clone() for rows in engine.runner.decode(batch.decode)]
         _wait(engine.device)
         taken.append((time.perf_counter() - begin) * 1e6)
-        if on_step is not None:
-            on_step()
         for request, beams in zip(batch.requests, engine._select(batch, hidden)):
             request.advance(beams)
         engine._finish(batch)
@@ -131,36 +123,34 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def latest_graph(engine: Engine) -> torch.cuda.CUDAGraph | None:
-    """The graph that ran last; None when there are none."""
+def decode_graphs(engine: Engine) -> list[torch.cuda.CUDAGraph]:
+    """The graphs of the steps of one batch, in order; none where there are no graphs."""
     graphs = engine.runner.graphs
     if graphs is None or graphs.failure is not None:
-        return None
-    graph: torch.cuda.CUDAGraph = next(reversed(graphs._graphs.values())).graph
-    return graph
+        return []
+    return [graph.graph for graph in graphs._graphs.values()]
 
 
 def measure_steps(
     engine: Engine, num_requests: int, prompt_tokens: int, beam_width: int, *, samples: int = 5, seed: int = 0
 ) -> StepTimes:
-    """Answer a batch, then time every decode step of another like it as the replay of its CUDA graph."""
+    """Answer a batch, then time every decode step as the replay of its CUDA graph, over the inputs it had.
+
+    A replay may find what later steps have written, other numbers in the same places; it takes as long.
+    """
     params = BeamParams(beam_width=beam_width)
     active = start(engine, num_requests, prompt_tokens, params, seed)
     by_host = [[taken] for taken in run_steps(engine, active)]
     results = [request.outcome for request in active if isinstance(request.outcome, Result)]
     timed: list[list[float]] = []
-
-    def on_step() -> None:
-        graph = latest_graph(engine)
-        if graph is not None:
-            [once] = time_events(graph.replay, samples=1, warm=1)
-            per_sample = max(1, min(3, int(6000 / once)))
-            timed.append(time_events(graph.replay, samples=samples, per_sample=per_sample, warm=0))
-
-    if latest_graph(engine) is not None:
-        run_steps(engine, start(engine, num_requests, prompt_tokens, params, seed), on_step)
-    graphs = engine.runner.graphs
-    failure = None if graphs is None or graphs.failure is None else repr(graphs.failure)
+    graphs = decode_graphs(engine)
+    # Beyond eight ancestors several steps share a graph; then the host's clock has to do.
+    for graph in graphs if len(graphs) == len(by_host) else []:
+        [once] = time_events(graph.replay, samples=1, warm=1)
+        per_sample = max(1, min(3, int(6000 / once)))
+        timed.append(time_events(graph.replay, samples=samples, per_sample=per_sample, warm=0))
+    captured = engine.runner.graphs
+    failure = None if captured is None or captured.failure is None else repr(captured.failure)
     return StepTimes(results, timed or by_host, state_sizes(engine), failure, bool(timed))
 
 
@@ -200,21 +190,28 @@ def part_of(kernel: str) -> str:
     return next((part for part, pattern in PARTS if re.search(pattern, kernel)), "rest")
 
 
-def part_times(engine: Engine, num_requests: int, prompt_tokens: int, beam_width: int) -> dict[str, float]:
-    """Microseconds of all decode steps of a batch by what their kernels are for, head and selection included.
+def part_times(
+    engine: Engine, num_requests: int, prompt_tokens: int, beam_width: int, *, whole_steps: bool = True
+) -> dict[str, float]:
+    """Microseconds of all decode steps of a batch by what their kernels are for.
 
-    The forwards are counted by themselves, as graphs. A run of whole steps has the head and the selection too: they
-    are the calls that it has more.
+    The forwards are counted by themselves, as graphs. With `whole_steps` a run of whole steps is counted too: head and
+    selection are the calls that it has more.
     """
-    assert engine.runner.graphs is not None
-    graphs = [graph.graph for graph in engine.runner.graphs._graphs.values()]
-    forwards = kernel_times(lambda: [graph.replay() for graph in graphs])
-    active = start(engine, num_requests, prompt_tokens, BeamParams(beam_width=beam_width))
-    whole = kernel_times(lambda: run_steps(engine, active))
-    parts = dict.fromkeys([*(part for part, _ in PARTS), "head_selection", "rest"], 0.0)
+
+    def replay_all() -> None:
+        for graph in decode_graphs(engine):
+            graph.replay()
+
+    forwards = kernel_times(replay_all)
+    parts = dict.fromkeys([*(part for part, _ in PARTS), "rest"], 0.0)
     for kernel, (taken, _) in forwards.items():
         parts[part_of(kernel)] += taken
-    for kernel, (taken, count) in whole.items():
-        more = count - forwards.get(kernel, (0.0, 0))[1]
-        parts["head_selection"] += taken * max(0, more) / count
+    if whole_steps:
+        active = start(engine, num_requests, prompt_tokens, BeamParams(beam_width=beam_width))
+        whole = kernel_times(lambda: run_steps(engine, active))
+        parts["head_selection"] = 0.0
+        for kernel, (taken, count) in whole.items():
+            more = count - forwards.get(kernel, (0.0, 0))[1]
+            parts["head_selection"] += taken * max(0, more) / count
     return parts
