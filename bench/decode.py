@@ -114,6 +114,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[3, 7])
     parser.add_argument("--codebook", type=int, default=8192)
     parser.add_argument("--arms", nargs="+", default=[name for name, _ in VARIANTS])
+    parser.add_argument("--elsewhere", nargs="+", help="arms of all shapes but the first; default: the same")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--quantization", choices=["none", "fp8"], default="none")
@@ -150,7 +151,8 @@ def main() -> None:
     if device.type == "cuda":
         gc.collect()
         gc.freeze()
-    for requests, width in args.shapes or [(args.requests, args.width)]:
+    for place, (requests, width) in enumerate(args.shapes or [(args.requests, args.width)]):
+        arms = args.elsewhere if place and args.elsewhere else args.arms
         alone: list[float] | None = None
         if device.type == "cuda":
             alone = time_graph([matrix_products(model, requests * width)], samples=7)
@@ -160,7 +162,7 @@ def main() -> None:
             )
         for length in args.prompts:
             expected: list[Result] | None = None
-            for name in args.arms:
+            for name in arms:
                 label = f"{name}, prompt {length}, {requests} x {width}"
                 if time.perf_counter() - began > args.seconds:
                     failures.add(label, "no time was left")
@@ -179,9 +181,7 @@ def main() -> None:
                     expected = expected or measured.results
                     share, _ = overlap(expected, measured.results)
                     if share < MIN_OVERLAP:
-                        failures.add(
-                            label, f"{share:.2f} of the items of {args.arms[0]}, {MIN_OVERLAP} needed"
-                        )
+                        failures.add(label, f"{share:.2f} of the items of {arms[0]}, {MIN_OVERLAP} needed")
                 except torch.OutOfMemoryError:
                     report_no_room(name, case, args)
                 except Exception as error:  # the other arms are still worth their time

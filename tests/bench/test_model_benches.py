@@ -76,6 +76,16 @@ def test_time_for_shorter_sids_is_the_first_steps(monkeypatch: pytest.MonkeyPatc
         assert len(times[4]["steps_us"]) == 3
 
 
+def test_other_shapes_may_have_fewer_arms(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    words = shlex.split(
+        "--dtype float32 --no-gate --shapes 1x4 2x3 --prompts 9 --tokens 2 --codebook 16 "
+        "--arms replay records_moved --elsewhere replay"
+    )
+    lines = run(monkeypatch, bench.decode, tmp_path / "lines.jsonl", *words)
+    measured = {(line["case"]["W"], line["arm"]) for line in lines}
+    assert measured == {(4, "replay"), (4, "records_moved"), (3, "replay")}
+
+
 def test_an_arm_without_room_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def no_room(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
