@@ -164,7 +164,8 @@ class CausalLM(nn.Module, ABC):
             [T, hidden_size], after the final norm, for every new token; with `last_rows`, [B, hidden_size] for those
             alone, and the last layer runs for them what nobody else needs.
         """
-        h, added = self._enter(inputs.token_ids)
+        added = self.model.embed_tokens(inputs.token_ids)
+        h = torch.zeros_like(added)
         rope = self.rotary(inputs.positions)
         last = len(self.model.layers) - 1
         for i, layer in enumerate(self.model):
@@ -178,20 +179,14 @@ class CausalLM(nn.Module, ABC):
         Returns:
             [N, hidden_size], after the final norm.
         """
-        h, added = self._enter(inputs.token_ids)
+        added = self.model.embed_tokens(inputs.token_ids)
+        # Beams of nearly equal score differ by less than bf16 shows, so their residual stream is fp32: rounding it
+        # twice a layer would decide between them. A prompt's is not: it is the same for all of them.
+        h = torch.zeros_like(added, dtype=torch.promote_types(added.dtype, torch.float32))
         rope = self.rotary(inputs.positions)
         for layer in self.model:
             added = layer.decode(h, added, rope, inputs, state)
         return self.model.norm(added, h)
-
-    def _enter(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The residual stream before the first layer, all zeros, and the embedding, which is what is added to it.
-
-        The stream is fp32 in a bf16 model: every layer adds to it twice, and what rounding each of these sums would
-        lose comes back in no later layer.
-        """
-        embedded = self.model.embed_tokens(token_ids)
-        return torch.zeros_like(embedded, dtype=torch.promote_types(embedded.dtype, torch.float32)), embedded
 
     def logits(self, hidden: Tensor, head: Tensor | None = None) -> Tensor:
         """fp32 logits over `head` [C, hidden_size], or over the whole vocabulary.
