@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -371,10 +372,12 @@ class Engine:
             rows = torch.cat([hidden[i] for i in members])
             logits = self.runner.level_logits(rows, level)
             lowest, highest = logits.aminmax(dim=-1)
-            usable = torch.isfinite(lowest) & torch.isfinite(highest)
+            spread = highest - lowest  # below infinity if and only if all logits are finite
             log_normalizer = self.runner.log_normalizer(rows) if normalizer == "vocabulary" else None
             if log_normalizer is not None:  # the logits of tokens that are no codes
-                usable &= torch.isfinite(log_normalizer)
+                spread += log_normalizer.abs()
+            alive = torch.cat([requests[i].beams.trie_nodes for i in members]) >= 0
+            bad = ~(spread < math.inf) & alive
             mask_rows = [_mask_row(requests[i]) for i in members]
             masks = served.masks if any(row >= 0 for row in mask_rows) else None
             chosen = served.search.step(
@@ -390,8 +393,8 @@ class Engine:
             row = 0
             for i, beams in zip(members, chosen):
                 request = requests[i]
-                bad = (~usable[row : row + request.beams.width] & request.beams.alive).any()
-                request.invalid = bad if request.invalid is None else request.invalid | bad
+                invalid = bad[row : row + request.beams.width].any()
+                request.invalid = invalid if request.invalid is None else request.invalid | invalid
                 row += request.beams.width
                 survivors[i] = beams
         return [survivors[i] for i in range(len(requests))]
