@@ -46,7 +46,7 @@ def draw_decode(axes: Any, rows: list[dict[str, Any]]) -> None:
     rows = [row for row in rows if row["metric"] == "decode_forward" and row["case"]["prompt"] == 1024]
     rows = [row for row in rows if (row["case"]["R"], row["case"]["W"]) == (4, 256)]
     values = {(row["arm"], row["case"]["O"]): row["value"] for row in rows}
-    lengths = sorted({length for _, length in values})
+    lengths = sorted({length for _, length in values} & {3, 5, 7})
     for i, arm in enumerate(("full_state_copy", "replay_ssm", "replay")):
         places = [x + 0.27 * (i - 1) for x in range(len(lengths))]
         heights = [values.get((arm, length), 0.0) for length in lengths]
@@ -76,8 +76,17 @@ def draw_step_times(axes: Any, rows: list[dict[str, Any]], what: str, title: str
                 name = LABELS[arm] + (", no shared ancestors" if kind == "chain" else "")
                 axes.plot(*zip(*points), style, marker=".", label=name, color=COLOURS[arm])
     axes.set(xscale="log", yscale="log", xlabel="ancestors of a beam", ylabel="us", title=title)
-    axes.minorticks_off()
+    plain_ticks(axes.xaxis, [1, 2, 4, 8, 16, 32, 63, 127, 255])
+    plain_ticks(axes.yaxis, [10, 30, 100, 300, 1000, 3000, 5000, 10000, 20000, 50000])
     axes.grid(True, which="major", alpha=0.3)
+
+
+def plain_ticks(axis: Any, ticks: list[int]) -> None:
+    """Plain numbers where the axis reaches, instead of powers of ten."""
+    low, high = axis.get_view_interval()
+    inside = [tick for tick in ticks if low <= tick <= high]
+    axis.set_ticks(inside, labels=[f"{tick:,}" for tick in inside])
+    axis.set_minor_locator(axis.get_major_locator())
 
 
 def draw_state_by_length(axes: Any) -> None:
