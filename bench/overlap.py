@@ -32,7 +32,7 @@ from bench.common import append_result, machine
 from bench.qwen3 import QWEN3_1_7B, SMALL
 from onela import BeamParams, Engine, Request, SidVocabulary
 
-CHUNK = 64
+CHUNK = 128
 """Beams in one forward of transformers: each has a copy of the prompt's cache."""
 
 Sids = set[tuple[int, ...]]
@@ -153,21 +153,10 @@ def compare(
     vocabulary = engine.vocabulary
     levels = [torch.as_tensor(vocabulary.token_ids(level)).long() for level in range(vocabulary.num_levels)]
     sets: dict[str, dict[int, list[Sids]]] = {}
-    sets["onela bf16"] = {n: [our_beams(engine, prompt, n) for prompt in prompts] for n in args.widths}
-    del engine
-    for name, dtype in (("transformers bf16", torch.bfloat16), ("transformers fp32", torch.float32)):
-        gc.collect()
-        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(args.device).eval()
-        sets[name] = {n: [hf_beams(model, prompt, levels, n) for prompt in prompts] for n in args.widths}
-        del model
-    pairs = (
-        ("onela bf16", "transformers bf16"),
-        ("onela bf16", "transformers fp32"),
-        ("transformers bf16", "transformers fp32"),
-    )
     length = round(statistics.mean(map(len, prompts)))
-    for n in args.widths:
-        for left, right in pairs:
+
+    def report(left: str, right: str) -> None:
+        for n in args.widths:
             shares = [100 * len(a & b) / n for a, b in zip(sets[left][n], sets[right][n])]
             value = statistics.mean(shares)
             append_result(
@@ -180,6 +169,19 @@ def compare(
                 f"n={n:4d} {left} / {right}: {value:.2f} % ({min(shares):.2f} to {max(shares):.2f})",
                 flush=True,
             )
+
+    ours, half, full = "onela bf16", "transformers bf16", "transformers fp32"
+    sets[ours] = {n: [our_beams(engine, prompt, n) for prompt in prompts] for n in args.widths}
+    del engine
+    gc.collect()
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    model = model.to(args.device).eval()
+    sets[half] = {n: [hf_beams(model, prompt, levels, n) for prompt in prompts] for n in args.widths}
+    report(ours, half)
+    model = model.float()  # the same weights
+    sets[full] = {n: [hf_beams(model, prompt, levels, n) for prompt in prompts] for n in args.widths}
+    report(ours, full)
+    report(half, full)
 
 
 if __name__ == "__main__":
