@@ -256,7 +256,7 @@ def run_case(name: str, args: argparse.Namespace) -> None:
             value=share,
             **where,
         )
-    if args.fp8:
+    if name in args.fp8:
         del engine
         gc.collect()
         model.quantize()
@@ -300,7 +300,9 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--tiny", action="store_true", help="small models, to try the script")
-    parser.add_argument("--fp8", action="store_true", help="a last arm with float8 weights and activations")
+    parser.add_argument(
+        "--fp8", nargs="*", choices=list(CASES), default=[], help="cases with a last arm in float8"
+    )
     parser.add_argument("--profile", action="store_true", help="print where a request's time goes")
     parser.add_argument("--commit", help="the commit that is measured, where there is no checkout")
     parser.add_argument("--out", type=Path)

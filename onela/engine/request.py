@@ -118,15 +118,14 @@ class RecommendedItem:
         )
         for sid, ids, names, total, score, tokens, logprobs in columns:
             item = new(cls)
-            item.__dict__.update(
-                sid=sid,
-                item_ids=ids,
-                titles=names,
-                cum_logprob=total,
-                sequence_score=score,
-                token_ids=tokens,
-                token_logprobs=logprobs,
-            )
+            values = item.__dict__
+            values["sid"] = sid
+            values["item_ids"] = ids
+            values["titles"] = names
+            values["cum_logprob"] = total
+            values["sequence_score"] = score
+            values["token_ids"] = tokens
+            values["token_logprobs"] = logprobs
             items.append(item)
         return tuple(items)
 
