@@ -112,7 +112,8 @@ def prepare(args: argparse.Namespace) -> None:
     ours = [name for name in args.arms if name in OURS]
     baselines = [name for name in args.arms if name not in OURS]
     jobs: list[Job] = []
-    for H, HV, K, V in GEOMETRIES:
+    geometries = [tuple(args.geometry)] if args.geometry else GEOMETRIES
+    for H, HV, K, V in geometries:
         small = Case(R=2, W=64, H=H, HV=HV, K=K, V=V)
         for calls in range(1, 7):
             # A state's kernels are the same at every call; calls of the others have kernels of their own.
@@ -130,7 +131,7 @@ def prepare(args: argparse.Namespace) -> None:
     for R, W, geometry in product((16, 8, 4), (512, 256, 128), GEOMETRIES):
         same = tuple(c for c in cases if (R, W, geometry) == (c.R, c.W, (c.H, c.HV, c.K, c.V)))
         checks += [(name, same) for name in ours if same]
-    for H, HV, K, V in GEOMETRIES:
+    for H, HV, K, V in geometries:
         checks += [(name, (Case(R=2, W=128, H=H, HV=HV, K=K, V=V, O=5),)) for name in baselines]
     worst: dict[tuple[str, str], float] = {}
     # Few processes: a reference in fp64 takes up to 12 GB.
@@ -154,9 +155,10 @@ def write(args: argparse.Namespace, **line: Any) -> None:
 
 
 def shard(args: argparse.Namespace) -> list[Case]:
-    """The cases of this run: every n-th of the sweep."""
+    """The cases of this run: every n-th of the sweep, or of one geometry's part of it."""
     index, count = (int(part) for part in args.shard.split("/"))
-    return sweep()[index::count]
+    wanted = getattr(args, "geometry", None)
+    return [c for c in sweep() if wanted in (None, [c.H, c.HV, c.K, c.V])][index::count]
 
 
 class GraphTimer:
@@ -406,6 +408,9 @@ def main() -> None:
     parser.add_argument("phase", choices=("prepare", "time", "summarize", "prepare-cuts", "cuts"))
     parser.add_argument("--arms", nargs="+", default=["replay", *BASELINES])
     parser.add_argument("--shard", default="0/1", help="i/n: every n-th shape, from the i-th on")
+    parser.add_argument(
+        "--geometry", type=int, nargs=4, default=None, metavar=("H", "HV", "K", "V"), help="only these shapes"
+    )
     parser.add_argument("--processes", type=int, default=14)
     parser.add_argument("--samples", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=600, help="begin no further shape after so long")

@@ -53,6 +53,7 @@ def replay_ssm_step_kernel(
     i_checkpoint = tl.load(p_checkpoint_rows + i_n).to(tl.int64)
     depth = tl.load(p_row_depths + i_n).to(tl.int32)
     p_state = p_checkpoints + (i_checkpoint * HV + i_hv) * (V * K) + o_v[:, None] * K + o_k[None, :]
+    b_state = tl.load(p_state).to(tl.float32)
     b_q = load_row(p_q, i_n, i_h, o_k, s_q_n, s_q_h)
     b_xk = tl.load(p_k + i_n * s_k_n + i_h * s_k_h + o_k)
     b_v = load_row(p_v, i_n, i_hv, o_v, s_v_n, s_v_h)
@@ -62,17 +63,12 @@ def replay_ssm_step_kernel(
     b_k_scale = tl.rsqrt(tl.sum(b_k * b_k, 0) + 1e-6)
     b_q = b_q * (scale * tl.rsqrt(tl.sum(b_q * b_q, 0) + 1e-6))
     b_k = b_k * b_k_scale
-    # Youngest first, each under the decays behind it: one multiplication less for every number of the state.
-    b_state = tl.zeros([BLOCK_V, K], tl.float32)
-    b_decay = 0.0
-    for back in range(depth):
-        i_buffer = i_row * T + depth - 1 - back
+    for j in range(depth):
+        i_buffer = i_row * T + j
+        b_decay = tl.exp(tl.load(p_buffer_g + i_buffer * HV + i_hv))
         b_key = tl.load(p_buffer_k + (i_buffer * H + i_h) * K + o_k).to(tl.float32)
-        b_past = tl.load(p_buffer_delta + (i_buffer * HV + i_hv) * V + o_v).to(tl.float32) * tl.exp(b_decay)
-        b_state += b_past[:, None] * b_key[None, :]
-        b_decay += tl.load(p_buffer_g + i_buffer * HV + i_hv)
-    # Last, so that there is never more than one state in registers.
-    b_state += tl.load(p_state).to(tl.float32) * tl.exp(b_decay)
+        b_past = tl.load(p_buffer_delta + (i_buffer * HV + i_hv) * V + o_v).to(tl.float32)
+        b_state = b_state * b_decay + b_past[:, None] * b_key[None, :]
     b_alpha = tl.exp(b_g)
     b_delta = b_beta * (b_v - b_alpha * tl.sum(b_state * b_k[None, :], 1))
     b_o = b_alpha * tl.sum(b_state * b_q[None, :], 1) + b_delta * tl.sum(b_k * b_q, 0)
