@@ -12,31 +12,32 @@ import torch
 from onela.config import EngineConfig
 from onela.engine.graphs import ForwardGraphs, Shape, padded_shape
 from onela.engine.packing import StepShape
-from onela.engine.prefill_packing import FEW_KEYS, FEW_PROMPTS, SMALLEST, buckets_up_to
+from onela.engine.prefill_packing import FEW_KEYS, FEW_PROMPTS, LONG, SMALLEST, buckets_up_to
 from onela.engine.runner import Runner
 from onela.ops.prefill_tables import PrefillShape
 
 logger = logging.getLogger(__name__)
+SOME_PROMPTS = 4 * FEW_PROMPTS
 
 
 def prefill_shapes(config: EngineConfig) -> Iterator[PrefillShape]:
     """Shapes of which one holds any forward of at most `warm_up_tokens` tokens, largest first.
 
-    Of each size: one new prompt; a few of them; and where prompts may go on from a state, a few with few keys, and
-    many with many.
+    Of each size one for some prompts, which may go on from a state where there is a prompt cache; and of those that are
+    long enough for it to matter, one for a single new prompt.
     """
     if not config.warm_up_tokens:
         return
     limit = max(SMALLEST, min(config.warm_up_tokens, config.max_batch_tokens))
     for T in reversed(buckets_up_to(limit)):
-        yield PrefillShape(T, 1, T, rectangle=True)
-        yield PrefillShape(T, FEW_PROMPTS, T)
+        if T >= LONG:
+            yield PrefillShape(T, 1, T, rectangle=True)
+        keys = 0
         if config.prompt_cache_bytes:
-            keys = FEW_KEYS
-            while keys < T:
+            keys = 4 * FEW_KEYS
+            while keys < 4 * T:
                 keys *= 4
-            yield PrefillShape(T, FEW_PROMPTS, T, keys)
-            yield PrefillShape(T, 4 * FEW_PROMPTS, T, 4 * keys)
+        yield PrefillShape(T, SOME_PROMPTS, T, keys)
 
 
 def decode_shapes(config: EngineConfig, num_levels: int) -> list[StepShape]:

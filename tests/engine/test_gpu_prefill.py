@@ -208,7 +208,7 @@ def test_a_warm_engine_captures_nothing_while_it_answers() -> None:
     graphs = captured(warm)
     assert warm.runner.graphs is not None
     counts = graphs.num_captures, warm.runner.graphs.num_captures
-    assert counts[0] >= 4
+    assert counts[0] >= 2
     params = BeamParams(beam_width_array=(16, 16))
     requests = [Request(prompt_token_ids=random_prompt(n, seed=n)) for n in (70, 90, 150)]
     together, alone = warm.generate(requests[:2], params), warm.generate(requests[2:], params)
