@@ -184,32 +184,49 @@ def replay_step_ref(
     k_scale = l2norm_scale(kn)
     qn = qn * l2norm_scale(qn) * (K**-0.5 if scale is None else scale)
     kn = kn * k_scale
-    # u carries both projections of a row side by side: [N, HV, V, 2].
-    x = torch.stack([qn, kn], dim=-1).repeat_interleave(groups, 1)
-    u = torch.zeros(N, HV, V, 2, dtype=dtype, device=q.device)
-    bounds = cu_rows.tolist()
-    for r, p in enumerate(prompts.tolist()):
-        if p >= 0 and bounds[r + 1] > bounds[r]:
-            rows = slice(bounds[r], bounds[r + 1])
-            # [HV, W*2, K] x [HV, K, V]: the one product with the prompt's state, for all beams of the request.
-            xs = x[rows].permute(1, 0, 3, 2).reshape(HV, -1, K)
-            us = xs @ recurrent_state[p].to(dtype).transpose(-1, -2)
-            u[rows] = us.reshape(HV, -1, 2, V).permute(1, 0, 3, 2)
+
+    def per_value_head(x: Tensor) -> Tensor:
+        """[N, H] -> [N, HV, 1]."""
+        return (x if groups == 1 else x.repeat_interleave(groups, 1))[..., None]
+
+    # What the chain of ancestors has made of each projection so far: [N, HV, V].
+    u_q, u_k = _project_states(qn, kn, recurrent_state, cu_rows.tolist(), prompts.tolist())
     for j in range(ancestors.shape[1]):
         slot = ancestors[:, j].where(live, ancestors.new_full((), -1))
-        key = gather_rows(records_k, slot).to(dtype).repeat_interleave(groups, 1)
-        coefficient = torch.einsum("nhk,nhkx->nhx", key, x)
-        decay = gather_rows(records_g, slot).to(dtype).exp()
+        key = gather_rows(records_k, slot).to(dtype)
+        decay = gather_rows(records_g, slot).to(dtype).exp()[..., None]
         delta = gather_rows(records_delta, slot).to(dtype)
-        u = decay[:, :, None, None] * u + delta[..., None] * coefficient[:, :, None, :]
+        for u, x in ((u_q, qn), (u_k, kn)):
+            u.mul_(decay).addcmul_(delta, per_value_head((key * x).sum(-1)))
     alpha = g.to(dtype).exp()[..., None]
-    delta = beta.to(dtype)[..., None] * (v.to(dtype) - alpha * u[..., 1])
-    qk = (qn * kn).sum(-1).repeat_interleave(groups, 1)
-    o = alpha * u[..., 0] + delta * qk[..., None]
+    delta = beta.to(dtype)[..., None] * (v.to(dtype) - alpha * u_k)
+    o = (alpha * u_q).addcmul_(delta, per_value_head((qn * kn).sum(-1)))
     target = slots.where(live, slots.new_full((), -1))
     scatter_rows(records_g, target, g)
-    scatter_rows(records_delta, target, delta * k_scale.repeat_interleave(groups, 1))
-    return o.masked_fill(~live[:, None, None], 0).to(v.dtype if out_dtype is None else out_dtype)
+    scatter_rows(records_delta, target, delta * per_value_head(k_scale[..., 0]))
+    return o.masked_fill_(~live[:, None, None], 0).to(v.dtype if out_dtype is None else out_dtype)
+
+
+def _project_states(
+    q: Tensor, k: Tensor, states: Tensor, bounds: list[int], prompts: list[int]
+) -> tuple[Tensor, Tensor]:
+    """`S q` and `S k` [N, HV, V] of every row, S its prompt's state; zeros for rows without a prompt.
+
+    One product with a prompt's state for all beams of the request, which is read where it lies.
+    """
+    N = q.shape[0]
+    HV, V = states.shape[1:3]
+    groups = HV // q.shape[1]
+    both = [q.new_zeros(HV, N, V) for _ in range(2)]
+    for r, p in enumerate(prompts):
+        rows = slice(bounds[r], bounds[r + 1])
+        if p < 0 or rows.start == rows.stop:
+            continue
+        state = states[p].to(q.dtype).transpose(-1, -2)
+        for u, x in zip(both, (q, k)):
+            xs = x[rows].transpose(0, 1)
+            u[:, rows] = (xs if groups == 1 else xs.repeat_interleave(groups, 0)) @ state
+    return both[0].transpose(0, 1), both[1].transpose(0, 1)
 
 
 def full_state_step_ref(

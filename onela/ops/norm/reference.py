@@ -104,7 +104,7 @@ def qk_norm_rotary_ref(
 def swiglu_ref(gate_up: Tensor) -> Tensor:
     """`silu(gate) * up` of a fused projection. Args: gate_up: [N, 2*D], gate first. Returns: [N, D]."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return F.silu(gate).mul_(up)
 
 
 def sigmoid_gate_ref(x: Tensor, gate: Tensor) -> Tensor:

@@ -109,8 +109,8 @@ def short_conv_step_ref(
             continue
         rows = slice(bounds[r], bounds[r + 1])
         for back in range(1, min(kernel_size - 1, depth) + 1):
-            taken = gather_rows(records_x, ancestors[rows, depth - back])
-            out[rows] += taps[:, kernel_size - 1 - back] * taken
+            taken = gather_rows(records_x, ancestors[rows, depth - back]).to(dtype)
+            out[rows].addcmul_(taken, taps[:, kernel_size - 1 - back])
         if depth < kernel_size - 1:
             # Before the first decode step lies the prompt: its tail is the same for all beams of the request.
             tail = conv_state[p, :, depth:].to(dtype)
