@@ -37,18 +37,16 @@ LIMIT = {"rtol": 2**-5, "atol": 2e-2}
 Step = Callable[..., Tensor]
 
 
-def one_launch(*rows: Tensor, column_warps: int | None = None, **layer: Any) -> Tensor:
+def one_launch(*rows: Tensor, **layer: Any) -> Tensor:
     from onela.ops.gated_delta.layer_step_hopper import launch_layer_hopper, supports_layer_hopper
 
     if not supports_layer_hopper(*rows[:2], **layer):
         raise ImportError("needs a Hopper GPU, K = V = 128 and bf16")
-    return launch_layer_hopper(*rows, **layer, column_warps=column_warps)
+    return launch_layer_hopper(*rows, **layer)
 
 
 ARMS: dict[str, Step] = {
     "one_launch": one_launch,
-    "one_launch_4_warps": partial(one_launch, column_warps=1),
-    "one_launch_8_warps": partial(one_launch, column_warps=2),
     "pair": launch_pair,
     "layer_step": gated_delta_layer_step_triton,
 }
@@ -113,7 +111,7 @@ def run(name: str, case: Case, t: int, args: argparse.Namespace, bandwidth: floa
     problems = [problem(case, t, seed) for seed in range(sets)]
     error = gate(ARMS[name], *problems[0])
     if args.check_only:
-        print(f"{name:18} {case.R:3} {case.W:4} t={t} error {error:.1e}", flush=True)
+        print(f"{name:10} {case.R:3} {case.W:4} t={t} error {error:.1e}", flush=True)
         return
     calls = [partial(ARMS[name], *rows, **layer) for rows, layer in problems]
     calls *= max(1, 4 // sets)
@@ -134,7 +132,7 @@ def run(name: str, case: Case, t: int, args: argparse.Namespace, bandwidth: floa
         commit=args.commit,
     )
     print(
-        f"{name:18} R={case.R} W={case.W} t={t} {value:7.1f} us ({min(samples):.1f}..{max(samples):.1f})"
+        f"{name:10} R={case.R} W={case.W} t={t} {value:7.1f} us ({min(samples):.1f}..{max(samples):.1f})"
         f" floor {floor:6.1f} ratio {value / floor:5.2f} error {error:.1e}",
         flush=True,
     )
@@ -168,7 +166,7 @@ def main() -> None:
             run(name, case, t, args, bandwidth)
         except Exception as error:  # the other cases are still worth their time
             print(
-                f"{name:18} R={R} W={W} t={t} FAILED: {type(error).__name__}: {str(error)[:400]}", flush=True
+                f"{name:10} R={R} W={W} t={t} FAILED: {type(error).__name__}: {str(error)[:400]}", flush=True
             )
 
 

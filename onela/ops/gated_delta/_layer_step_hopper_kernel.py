@@ -57,7 +57,7 @@ def copy_stage(ring, place, n, index, base, stride, S: gl.constexpr, G: gl.const
     The rows' own are copied whatever their slots, so that the first copies need not wait for the index.
     """
     dst = ring.index(place)
-    PIECE: gl.constexpr = piece_layout(G.NW, G.CW)
+    PIECE: gl.constexpr = piece_layout(G.NW)
     if S < G.OWN:
         # Inputs of an ancestor, of v, q or k.
         at = index[1 + G.T - G.PAST + S // 3]
@@ -127,13 +127,13 @@ def scaled_silu(scaled):
 @gluon.constexpr_function
 def channel_layout(G):
     """One of 128 channels a thread."""
-    return gl.BlockedLayout([1], [32], [G.NW * G.CW], [0])
+    return gl.BlockedLayout([1], [32], [G.NW], [0])
 
 
 @gluon.jit
 def load_taps(p_weight, channels, G: gl.constexpr):
     """The weights of v, q and k, a channel's four together: three times [128, 4]."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, TAPS], [32, 1], [G.NW * G.CW, 1], [1, 0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, TAPS], [32, 1], [G.NW, 1], [1, 0])
     inputs = gl.arange(0, TAPS, layout=gl.SliceLayout(0, LAYOUT))
     weights = ()
     for part in gl.static_range(3):
@@ -201,7 +201,7 @@ def convolve(ring, place, n, indices, base, stride, taps, slot, owner, G: gl.con
     The results lie where the own inputs lay: returns the place of the first, which are yet to be refilled. `slot` is
     as the sums are laid out.
     """
-    CONV: gl.constexpr = conv_layout(G.NW, G.CW)
+    CONV: gl.constexpr = conv_layout(G.NW)
     CHANNEL: gl.constexpr = gl.SliceLayout(0, CONV)
     PAST: gl.constexpr = G.PAST
     sums = ()
@@ -268,26 +268,25 @@ def gated_delta_layer_step_hopper_kernel(
     T: gl.constexpr,
     BPAD: gl.constexpr,
     NW: gl.constexpr,
-    CW: gl.constexpr,
     RING: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
     DS: gl.constexpr = 1 if p_records_delta.dtype.element_ty == gl.bfloat16 else 2
-    G: gl.constexpr = layer_geometry(H, HV, T, NW, CW, RING, DS)
+    G: gl.constexpr = layer_geometry(H, HV, T, NW, RING, DS)
     BW: gl.constexpr = G.BW
     REACH: gl.constexpr = G.REACH
-    PIECE: gl.constexpr = piece_layout(NW, CW)
-    OPERAND: gl.constexpr = operand_layout(NW, CW)
-    CONV: gl.constexpr = conv_layout(NW, CW)
+    PIECE: gl.constexpr = piece_layout(NW)
+    OPERAND: gl.constexpr = operand_layout(NW)
+    CONV: gl.constexpr = conv_layout(NW)
     ROW: gl.constexpr = gl.SliceLayout(1, PIECE)
     MMA: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[NW, CW], instr_shape=[16, 128 // CW, 16]
+        version=[3, 0], warps_per_cta=[NW, 1], instr_shape=[16, 128, 16]
     )
     DOT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=MMA, k_width=2)
-    LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dots_layout(NW, CW), k_width=2)
+    LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dots_layout(NW), k_width=2)
     STATE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    STATE_COPY: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [NW * CW, 1], [1, 0])
-    REQUESTS: gl.constexpr = gl.BlockedLayout([BPAD // 32], [32], [NW * CW], [0])
+    STATE_COPY: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [NW, 1], [1, 0])
+    REQUESTS: gl.constexpr = gl.BlockedLayout([BPAD // 32], [32], [NW], [0])
 
     pid = gl.program_id(0)
     i_hv = pid % HV
@@ -392,8 +391,8 @@ def gated_delta_layer_step_hopper_kernel(
             a = gl.join(xq.reshape([NW, 8, 128]), xk.reshape([NW, 8, 128])).permute(0, 3, 1, 2)
             operand = gl.convert_layout(a.reshape([2 * BW, 128]), DOT, assert_trivial=True)
             lefts = (gl.convert_layout(a.reshape([NW, 16, 128]), LEFT, assert_trivial=True),)
-            qq, _kq = key_dots(lefts, (xq,), 1, NW, CW)
-            qk, kk = key_dots(lefts, (xk,), 1, NW, CW)
+            qq, _kq = key_dots(lefts, (xq,), 1, NW)
+            qk, kk = key_dots(lefts, (xk,), 1, NW)
             acc = product((operand,), state, BW, 1, MMA)
 
             # A tile's index is loaded one tile before its first copy starts.
@@ -422,7 +421,7 @@ def gated_delta_layer_step_hopper_kernel(
             for j in gl.static_range(T):
                 keys = load_stages(ring, place, 1, OPERAND, G)
                 place = refill(ring, place, n, indices, base, stride, G.KEYS + j, G)
-                coefficients = coefficients + key_dots(lefts, keys, 1, NW, CW)
+                coefficients = coefficients + key_dots(lefts, keys, 1, NW)
             # Decays as suffix sums of g, so that nothing is ever divided by a decay.
             decay = b_g
             fades = ()
@@ -433,8 +432,8 @@ def gated_delta_layer_step_hopper_kernel(
 
             acc, _a = warpgroup_mma_wait(0, deps=[acc, operand])
             uq, uk = acc.reshape([NW, 2, 8, 128]).permute(0, 2, 3, 1).split()
-            uq = to_pieces(uq.reshape([BW, 128]), BW, NW, CW) * (q_scale * decay)[:, None]
-            uk = to_pieces(uk.reshape([BW, 128]), BW, NW, CW) * (k_scale * decay)[:, None]
+            uq = to_pieces(uq.reshape([BW, 128]), BW, NW) * (q_scale * decay)[:, None]
+            uk = to_pieces(uk.reshape([BW, 128]), BW, NW) * (k_scale * decay)[:, None]
             for j in gl.static_range(T):
                 delta = load_delta(ring, place, G)
                 for i in gl.static_range(DS):

@@ -122,7 +122,7 @@ def widen(x):
 def load_delta(ring, place, G: gl.constexpr):
     """The next delta rows, in fp32; an fp32 record has come in two halves."""
     if G.DS == 1:
-        delta = widen(load_stages(ring, place, 1, piece_layout(G.NW, G.CW), G)[0])
+        delta = widen(load_stages(ring, place, 1, piece_layout(G.NW), G)[0])
     else:
         async_copy.wait_group(G.RING - 2)
         low = ring.index(place)._reinterpret(gl.float32, [G.BW, 64], half_image(G.NW))
@@ -223,17 +223,17 @@ def product(operands, state, BW: gl.constexpr, KB: gl.constexpr, MMA: gl.constex
 
 
 @gluon.jit
-def dots_operand(x, NW: gl.constexpr, CW: gl.constexpr):
+def dots_operand(x, NW: gl.constexpr):
     """Rows [8 NW, 128] as the right operand of each warp's product: registers only."""
-    B: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=dots_layout(NW, CW), k_width=2)
+    B: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=dots_layout(NW), k_width=2)
     return gl.convert_layout(x.reshape([NW, 8, 128]).permute(0, 2, 1), B, assert_trivial=True)
 
 
 @gluon.jit
-def row_dots(products, NW: gl.constexpr, CW: gl.constexpr):
+def row_dots(products, NW: gl.constexpr):
     """The diagonals of each warp's [8 rows of q; 8 rows of k] x [8 rows of x]: q . x and k . x, row by row."""
-    ROW: gl.constexpr = gl.SliceLayout(1, piece_layout(NW, CW))
-    DOTS: gl.constexpr = dots_layout(NW, CW)
+    ROW: gl.constexpr = gl.SliceLayout(1, piece_layout(NW))
+    DOTS: gl.constexpr = dots_layout(NW)
     row = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, DOTS))) % 8
     col = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, DOTS)))
     same = row[None, :][:, :, None] == col[None, :][:, None, :]
@@ -245,12 +245,12 @@ def row_dots(products, NW: gl.constexpr, CW: gl.constexpr):
 
 
 @gluon.jit
-def key_dots(lefts, keys, KB: gl.constexpr, NW: gl.constexpr, CW: gl.constexpr = 1):
+def key_dots(lefts, keys, KB: gl.constexpr, NW: gl.constexpr):
     """q . key and k . key of every row; keys are the K-blocks of one ancestor's keys."""
-    products = gl.zeros([NW, 16, 8], gl.float32, dots_layout(NW, CW))
+    products = gl.zeros([NW, 16, 8], gl.float32, dots_layout(NW))
     for b in gl.static_range(KB):
-        products = mma_v2(lefts[b], dots_operand(keys[b], NW, CW), products)
-    return row_dots(products, NW, CW)
+        products = mma_v2(lefts[b], dots_operand(keys[b], NW), products)
+    return row_dots(products, NW)
 
 
 @gluon.jit
@@ -261,10 +261,10 @@ def state_rows(LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def to_pieces(u, BW: gl.constexpr, NW: gl.constexpr, CW: gl.constexpr = 1):
+def to_pieces(u, BW: gl.constexpr, NW: gl.constexpr):
     """Accumulator columns, in the order of the state's rows in shared memory, to piece_layout: registers only."""
     u = u.reshape([BW, 4, 4, 4, 2]).permute(0, 1, 3, 2, 4).reshape([BW, 128])
-    return gl.convert_layout(u, piece_layout(NW, CW), assert_trivial=True)
+    return gl.convert_layout(u, piece_layout(NW), assert_trivial=True)
 
 
 @gluon.jit

@@ -26,7 +26,6 @@ class Geometry:
 
     def __post_init__(self):
         put = object.__setattr__
-        put(self, "CW", 1)
         put(self, "BW", 8 * self.NW)
         put(self, "KB", self.K // 128)
         put(self, "VB", self.V // 128)
@@ -57,8 +56,6 @@ class LayerGeometry:
     HV: int
     T: int
     NW: int
-    CW: int
-    """Warps that share 8 rows, each with its part of the columns: 1 or 2. NW of them lie along the rows."""
     RING: int
     DS: int
     """Stages of a delta row: two when it is fp32."""
@@ -79,8 +76,8 @@ class LayerGeometry:
 
 
 @gluon.constexpr_function
-def layer_geometry(H, HV, T, NW, CW, RING, DS):
-    return LayerGeometry(H, HV, T, NW, CW, RING, DS)
+def layer_geometry(H, HV, T, NW, RING, DS):
+    return LayerGeometry(H, HV, T, NW, RING, DS)
 
 
 @gluon.constexpr_function
@@ -89,13 +86,12 @@ def warp_bases(NW):
 
 
 @gluon.constexpr_function
-def piece_layout(NW, CW=1):
-    """Thread (row, c): columns 32 i + 8 c + (0..7), four pieces of 16 bytes, or two of each half's warp."""
-    halves = {1: ([[0, 64]], []), 2: ([], [[0, 64]])}[CW]
+def piece_layout(NW):
+    """Thread (row, c): columns 32 i + 8 c + (0..7), four pieces of 16 bytes."""
     return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4], [0, 32]] + halves[0],
+        reg_bases=[[0, 1], [0, 2], [0, 4], [0, 32], [0, 64]],
         lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-        warp_bases=warp_bases(NW) + halves[1],
+        warp_bases=warp_bases(NW),
         block_bases=[],
         shape=[8 * NW, 128],
     )
@@ -138,24 +134,24 @@ def half_piece_layout(NW):
 
 
 @gluon.constexpr_function
-def operand_layout(NW, CW=1):
-    """Thread (row, c): columns 8 b + 2 c + (0, 1), the tensor core's operand fragment; of both halves' warps."""
+def operand_layout(NW):
+    """Thread (row, c): columns 8 b + 2 c + (0, 1), the tensor core's operand fragment."""
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 8], [0, 16], [0, 32], [0, 64]],
         lane_bases=[[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]],
-        warp_bases=warp_bases(NW) + [[0, 0]] * (CW - 1),
+        warp_bases=warp_bases(NW),
         block_bases=[],
         shape=[8 * NW, 128],
     )
 
 
 @gluon.constexpr_function
-def conv_layout(NW, CW=1):
-    """Thread: 8 channels of 4 rows, or of 2; eight lanes read the 128 bytes of two rows that lie together."""
+def conv_layout(NW):
+    """Thread: 8 channels of 4 of its warp's rows; eight lanes read the 128 bytes of two rows that lie together."""
     return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4], [2, 0]] + [[4, 0]] * (2 - CW),
+        reg_bases=[[0, 1], [0, 2], [0, 4], [2, 0], [4, 0]],
         lane_bases=[[0, 8], [0, 16], [1, 0], [0, 32], [0, 64]],
-        warp_bases=warp_bases(NW) + [[4, 0]] * (CW - 1),
+        warp_bases=warp_bases(NW),
         block_bases=[],
         shape=[8 * NW, 128],
     )
@@ -178,5 +174,5 @@ def half_image(NW):
 
 
 @gluon.constexpr_function
-def dots_layout(NW, CW=1):
-    return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[NW * CW, 1, 1], instr_shape=[1, 16, 8])
+def dots_layout(NW):
+    return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[NW, 1, 1], instr_shape=[1, 16, 8])

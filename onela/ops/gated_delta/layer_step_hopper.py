@@ -24,8 +24,6 @@ KERNEL_SIZE = 4
 HEAD_SIZE = 128
 RING = 5
 """Stages in flight that fit twice into a multiprocessor, beside the state and the convolution's weights."""
-DEEPEST_OF_TWO = -1
-"""Most ancestors at which two warps share 8 rows, where that was measured to be faster than one."""
 
 
 def supports_layer_hopper(
@@ -83,13 +81,11 @@ def launch_layer_hopper(
     prompts: Tensor,
     depths: Tensor,
     config: HopperConfig | None = None,
-    column_warps: int | None = None,
 ) -> Tensor:
     """`gated_delta_layer_step_ref` in one launch, for tensors that `gated_delta_layer_step_triton` has checked.
 
-    q, k and v stay in shared memory between the convolution and the replay. `config` is the cut of the rows, in tiles
-    of 32, and `column_warps` how many warps share 8 rows of a tile: 1, or 2 of half as many registers, for which delta
-    must be bf16. None picks.
+    q, k and v stay in shared memory between the convolution and the replay. `config` is the cut of the rows, in
+    tiles of 32; None picks it.
 
     Args:
         as in `gated_delta_layer_step_ref`, within what `supports_layer_hopper` says: bf16, K = V = 128, a window of
@@ -112,8 +108,6 @@ def launch_layer_hopper(
     if config is None:
         sizes = (N, B, HV, HEAD_SIZE, HEAD_SIZE, stages, multiprocessors(mixed_qkv.device))
         config = replace(choose_hopper(*sizes, stored=6), ring=RING)
-    if column_warps is None:
-        column_warps = 2 if T <= DEEPEST_OF_TWO and records_delta.dtype == torch.bfloat16 else 1
     rows = rows_per_program(N, B, config)
     gated_delta_layer_step_hopper_kernel[(triton.cdiv(N, rows) * HV,)](
         *(mixed_qkv, z, a, b, conv_weight, A_log, dt_bias, norm_weight, recurrent_state, conv_state),
@@ -124,12 +118,10 @@ def launch_layer_hopper(
         HV=HV,
         T=T,
         BPAD=max(32, triton.next_power_of_2(B)),
-        NW=4,
-        CW=column_warps,
+        NW=config.num_warps,
         RING=min(config.ring, 2 * stages),
         OVERLAP=config.overlap,
-        num_warps=4 * column_warps,
-        maxnreg=128 if column_warps == 2 else None,
+        num_warps=config.num_warps,
         launch_pdl=config.overlap,
     )
     return o

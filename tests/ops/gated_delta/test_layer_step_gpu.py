@@ -35,7 +35,6 @@ def compare(
     index_dtype: torch.dtype = torch.int32,
     prompts: list[int] | None = None,
     config: HopperConfig | None = None,
-    column_warps: int | None = None,
     pair_too: bool = False,
     **options: int,
 ) -> None:
@@ -59,7 +58,7 @@ def compare(
     pair = {name: tensor.clone() for name, tensor in old.items()}
     wanted = {name: tensor.clone() for name, tensor in old.items()}
     assert supports_layer_hopper(rows["mixed_qkv"], rows["z"], **given, **mine, **index)
-    o = launch_layer_hopper(**rows, **given, **mine, **index, config=config, column_warps=column_warps)
+    o = launch_layer_hopper(**rows, **given, **mine, **index, config=config)
     expected = gated_delta_layer_step_ref(**rows, **given, **wanted, **index)
     limit = LAYER_STEP["bf16"]
     torch.testing.assert_close(o, expected, **limit)
@@ -79,11 +78,10 @@ def compare(
 SIZES = Sizes(H=2, HV=4, K=128, V=128)
 
 
-@pytest.mark.parametrize("column_warps", [1, 2])
 @pytest.mark.parametrize("level", LEVELS, ids=str)
-def test_ragged_rows_and_depths(level: list[int | None], column_warps: int) -> None:
-    pair_too = column_warps == 1 and max(x or 0 for x in level) < 3
-    compare(SIZES, level, tail=3, pad_every=7, column_warps=column_warps, pair_too=pair_too)
+def test_ragged_rows_and_depths(level: list[int | None]) -> None:
+    pair_too = max(x or 0 for x in level) < 3
+    compare(SIZES, level, tail=3, pad_every=7, pair_too=pair_too)
 
 
 @pytest.mark.parametrize("level", [[1, 1, 1], [4, 3, 5]], ids=str)
@@ -91,12 +89,11 @@ def test_records_in_fp32(level: list[int | None]) -> None:
     compare(SIZES, level, record_dtype=torch.float32, pad_every=5)
 
 
-@pytest.mark.parametrize("column_warps", [1, 2])
 @pytest.mark.parametrize("splits", [1, 3, 9])
-def test_cuts(splits: int, column_warps: int) -> None:
-    compare(SIZES, [2, 2, 2], config=HopperConfig(splits=splits, ring=5), column_warps=column_warps, tail=1)
+def test_cuts(splits: int) -> None:
+    compare(SIZES, [2, 2, 2], config=HopperConfig(splits=splits, ring=5), tail=1)
     config = HopperConfig(splits=splits, ring=4, overlap=False)
-    compare(SIZES, [0, 0, 0], config=config, column_warps=column_warps, tail=40)
+    compare(SIZES, [0, 0, 0], config=config, tail=40)
 
 
 @pytest.mark.parametrize(("H", "HV"), [(1, 1), (16, 16), (4, 16)])
