@@ -16,47 +16,28 @@ from onela.ops.gated_delta._prefill_kernel import load_chunk, write_tail
 
 
 @triton.jit
-def _eye(o_i):
-    return tl.where(o_i[:, None] == o_i[None, :], 1.0, 0.0)
+def _invert(b_A, o_i, LEVELS: tl.constexpr):
+    """`(I + A)^-1` of a strictly lower triangular [2^LEVELS, 2^LEVELS] fp32.
 
-
-@triton.jit
-def _invert(b_A, o_i, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """`(I + A)^-1` of a strictly lower triangular [CHUNK, CHUNK] fp32.
-
-    The diagonal blocks are inverted row by row, all at once; with `D` the block diagonal of their inverses and
-    `N = D L`, `L` the blocks below the diagonal, the whole is `(I - N)(I + N^2) D`: four blocks in a row, `N^4 = 0`.
+    With `X` the inverses of the diagonal blocks of some size, and `L` what lies below the diagonal in blocks of twice
+    that size, those have the inverses `X - X L X`: from blocks of one, in as many steps as there are doublings. Rows of
+    any of them are products of contractions times beta <= 1, so that fp16 holds them as well as tf32 would.
     """
-    NUM: tl.constexpr = CHUNK // BLOCK
-    tl.static_assert(NUM == 4)
-    same = (o_i // BLOCK)[:, None] == (o_i // BLOCK)[None, :]
-    b_inside = tl.where(same, b_A, 0.0)
-    b_below = b_A - b_inside
-    # [block, row, column]: of every row the block that lies on the diagonal.
-    b_D = tl.sum(b_inside.reshape(NUM, BLOCK, NUM, BLOCK), 2)
-    o_b = tl.arange(0, BLOCK)
-    b_X = -b_D
-    for i in range(2, BLOCK):
-        # Row i of the inverse, less the unit: -A_i + (-A_i) X, over the rows above it.
-        is_row = (o_b == i)[None, :, None]
-        b_row = tl.sum(tl.where(is_row, -b_D, 0.0), 1)
-        b_row += tl.sum(b_row[:, :, None] * b_X, 1)
-        b_X = tl.where(is_row, b_row[:, None, :], b_X)
-    b_X += _eye(o_b)[None, :, :]
-    # Back to [CHUNK, CHUNK], zeros off the diagonal blocks.
-    b_X = tl.broadcast_to(b_X[:, :, None, :], NUM, BLOCK, NUM, BLOCK).reshape(CHUNK, CHUNK)
-    b_X = tl.where(same, b_X, 0.0)
-    b_N = tl.dot(b_X, b_below, input_precision="tf32")
-    b_N2 = tl.dot(b_N, b_N, input_precision="tf32")
-    b_M = _eye(o_i) - b_N
-    b_M += tl.dot(b_M, b_N2, input_precision="tf32")
-    return tl.dot(b_M, b_X, input_precision="tf32")
+    b_X = tl.where(o_i[:, None] == o_i[None, :], 1.0, 0.0)
+    b_X -= tl.where((o_i[:, None] ^ o_i[None, :]) == 1, b_A, 0.0)
+    for level in tl.static_range(1, LEVELS):
+        o_b = o_i >> level
+        b_L = tl.where((o_b[:, None] ^ o_b[None, :]) == 1, b_A, 0.0).to(tl.float16)
+        b_H = b_X.to(tl.float16)
+        b_Y = tl.dot(b_H, b_L).to(tl.float16)
+        b_X -= tl.dot(b_Y, b_H)
+    return b_X
 
 
 @triton.jit
 def chunk_prepare_kernel(
     p_q, p_k, p_v, p_g, p_beta, p_w, p_u, p_p, p_cu_seqlens, p_chunks, scale,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """One value head of one chunk."""
@@ -65,31 +46,39 @@ def chunk_prepare_kernel(
     if i_t * CHUNK >= T:
         return
     i_h = i_hv // (HV // H)
+    row = bos + i_t * CHUNK
     o_i = tl.arange(0, CHUNK)
-    o_t = i_t * CHUNK + o_i
-    m_t = o_t < T
+    m_i = o_i < T - i_t * CHUNK
+    m_t = m_i[:, None]
     o_k = tl.arange(0, K)
-    o_rows = bos + o_t
-    b_k = tl.load(p_k + ((o_rows * H + i_h) * K)[:, None] + o_k[None, :], mask=m_t[:, None], other=0.0)
-    b_g = tl.load(p_g + o_rows * HV + i_hv, mask=m_t, other=0.0)
-    b_beta = tl.load(p_beta + o_rows * HV + i_hv, mask=m_t, other=0.0)
-    m_lower = (o_i[:, None] >= o_i[None, :]) & m_t[:, None]
+    o_qk = (o_i * (H * K))[:, None] + o_k[None, :]
+    p_q += (row * H + i_h) * K
+    p_k += (row * H + i_h) * K
+    p_head = row * HV + i_hv
+    b_k = tl.load(p_k + o_qk, mask=m_t, other=0.0)
+    b_g = tl.load(p_g + p_head + o_i * HV, mask=m_i, other=0.0)
+    b_beta = tl.load(p_beta + p_head + o_i * HV, mask=m_i, other=0.0)
+    m_lower = (o_i[:, None] >= o_i[None, :]) & m_t
     b_decay = tl.exp2(tl.where(m_lower, b_g[:, None] - b_g[None, :], float("-inf")))
+    b_q = tl.load(p_q + o_qk, mask=m_t, other=0.0)
+    b_p = tl.dot(b_q, tl.trans(b_k)) * b_decay * scale
+    tl.store(
+        p_p + p_head * CHUNK + (o_i * (HV * CHUNK))[:, None] + o_i[None, :], b_p.to(p_p.dtype.element_ty), mask=m_t
+    )  # fmt: skip
     b_A = tl.dot(b_k, tl.trans(b_k)) * b_decay * b_beta[:, None]
     b_A = tl.where(o_i[:, None] > o_i[None, :], b_A, 0.0)
-    b_X = _invert(b_A, o_i, CHUNK, BLOCK).to(p_k.dtype.element_ty)
+    b_X = _invert(b_A, o_i, LEVELS).to(p_k.dtype.element_ty)
     b_wide = b_k.to(tl.float32) * (b_beta * tl.exp2(b_g))[:, None]
     b_w = tl.dot(b_X, b_wide.to(p_k.dtype.element_ty))
-    o_head = (o_rows * HV + i_hv)[:, None]
-    tl.store(p_w + o_head * K + o_k[None, :], b_w.to(p_w.dtype.element_ty), mask=m_t[:, None])
+    tl.store(
+        p_w + p_head * K + (o_i * (HV * K))[:, None] + o_k[None, :], b_w.to(p_w.dtype.element_ty), mask=m_t
+    )  # fmt: skip
     for i_v in tl.static_range(V // BLOCK_V):
         o_v = i_v * BLOCK_V + tl.arange(0, BLOCK_V)
-        b_v = tl.load(p_v + o_head * V + o_v[None, :], mask=m_t[:, None], other=0.0)
+        o_u = (o_i * (HV * V))[:, None] + o_v[None, :]
+        b_v = tl.load(p_v + p_head * V + o_u, mask=m_t, other=0.0)
         b_u = tl.dot(b_X, (b_v.to(tl.float32) * b_beta[:, None]).to(p_k.dtype.element_ty))
-        tl.store(p_u + o_head * V + o_v[None, :], b_u.to(p_u.dtype.element_ty), mask=m_t[:, None])
-    b_q = tl.load(p_q + ((o_rows * H + i_h) * K)[:, None] + o_k[None, :], mask=m_t[:, None], other=0.0)
-    b_p = tl.dot(b_q, tl.trans(b_k)) * b_decay * scale
-    tl.store(p_p + o_head * CHUNK + o_i[None, :], b_p.to(p_p.dtype.element_ty), mask=m_t[:, None])
+        tl.store(p_u + p_head * V + o_u, b_u.to(p_u.dtype.element_ty), mask=m_t)
 
 
 @triton.jit

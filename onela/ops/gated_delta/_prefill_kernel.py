@@ -20,39 +20,40 @@ def load_chunk(p_chunks, p_cu_seqlens, i_chunk):
 
 @triton.jit
 def _convolve(
-    p_x, p_weight, p_conv_state, bos, T, o_t, o_c, m_c, i_place, s_x,
+    p_x, p_weight, p_conv_state, o_r, first, T, o_c, m_c, i_place, s_x,
     C: tl.constexpr, KERNEL: tl.constexpr, CACHED: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """`silu(conv(x))` of tokens `o_t` of a sequence, [CHUNK, BLOCK] fp32; `i_place` is PAD unless its past is kept."""
-    b_y = tl.zeros([o_t.shape[0], o_c.shape[0]], tl.float32)
+    """`silu(conv(x))` of rows `o_r` of a tile, [ROWS, BLOCK] fp32.
+
+    `p_x` is the tile's first row, token `first` of its sequence; `i_place` is PAD unless the sequence's past is kept.
+    """
+    b_y = tl.zeros([o_r.shape[0], o_c.shape[0]], tl.float32)
     for i in tl.static_range(KERNEL):
-        o_s = o_t - (KERNEL - 1 - i)
-        m_x = ((o_s >= 0) & (o_s < T))[:, None] & m_c[None, :]
-        b_x = tl.load(p_x + ((bos + o_s) * s_x)[:, None] + o_c[None, :], mask=m_x, other=0.0)
+        o_s = o_r - (KERNEL - 1 - i)
+        m_x = ((first + o_s >= 0) & (first + o_s < T))[:, None] & m_c[None, :]
+        b_x = tl.load(p_x + (o_s * s_x)[:, None] + o_c[None, :], mask=m_x, other=0.0)
         b_w = tl.load(p_weight + o_c * KERNEL + i, mask=m_c, other=0.0).to(tl.float32)
         b_y += b_x.to(tl.float32) * b_w[None, :]
-    if CACHED and (tl.min(o_t, 0) == 0) & (i_place >= 0):
-        # Inputs before the sequence are the tail of what the prompt holds: column by column into the first rows.
-        for i in tl.static_range(KERNEL - 1):
-            b_w = tl.load(p_weight + o_c * KERNEL + i, mask=m_c, other=0.0).to(tl.float32)
-            for j in tl.static_range(KERNEL - 1 - i):
-                p_tail = p_conv_state + (i_place * C + o_c) * (KERNEL - 1) + i + j
-                b_tail = b_w * tl.load(p_tail, mask=m_c, other=0.0).to(tl.float32)
-                b_y += tl.where((o_t == j)[:, None], b_tail[None, :], 0.0)
+    if CACHED:  # noqa: SIM102 - one is known when the kernel is compiled, the other is not
+        if (first == 0) & (i_place >= 0):
+            # Inputs before the sequence are the tail of what the prompt holds: column by column into the first rows.
+            for i in tl.static_range(KERNEL - 1):
+                b_w = tl.load(p_weight + o_c * KERNEL + i, mask=m_c, other=0.0).to(tl.float32)
+                for j in tl.static_range(KERNEL - 1 - i):
+                    p_tail = p_conv_state + (i_place * C + o_c) * (KERNEL - 1) + i + j
+                    b_tail = b_w * tl.load(p_tail, mask=m_c, other=0.0).to(tl.float32)
+                    b_y += tl.where((o_r == j)[:, None], b_tail[None, :], 0.0)
     return b_y * sigmoid(b_y, UPCAST)
 
 
 @triton.jit
-def _write_head(
-    p_o, b_y, bos, o_t, o_d, mask, i_head, HEADS: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr
-):
-    """One head of a chunk, normed when it is a query's or a key's."""
+def _write_head(p_o, b_y, o_r, o_d, mask, HEADS: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr):
+    """One head of a tile, normed when it is a query's or a key's; `p_o` is where its first row begins."""
     b_y = b_y.to(p_o.dtype.element_ty)
     if NORM:
         b_wide = b_y.to(tl.float32)
         b_y = (b_wide * tl.rsqrt(tl.sum(b_wide * b_wide, 1) + 1e-6)[:, None]).to(p_o.dtype.element_ty)
-    p_row = p_o + (((bos + o_t) * HEADS + i_head) * D)[:, None] + o_d[None, :]
-    tl.store(p_row, b_y, mask=mask)
+    tl.store(p_o + (o_r * (HEADS * D))[:, None] + o_d[None, :], b_y, mask=mask)
 
 
 @triton.jit
@@ -60,23 +61,29 @@ def conv_gates_prefill_kernel(
     p_x, p_a, p_b, p_weight, p_A_log, p_dt_bias, p_conv_state, p_cu_seqlens, p_prompts, p_cached_lens, p_chunks,
     p_q, p_k, p_v, p_g, p_beta, s_x, s_a, s_b,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KERNEL: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_HV: tl.constexpr, CACHED: tl.constexpr, UPCAST: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_HV: tl.constexpr,
+    CACHED: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """A program owns one head of one chunk; the last of a chunk owns its gates.
+    """A program owns one head of `ROWS` tokens; the last of a chunk's first ones owns the gates of the whole chunk.
 
     g is written as its running sum over the chunk, in base two.
     """
     i_c = tl.program_id(0)
-    i_n, i_t, bos, T = load_chunk(p_chunks, p_cu_seqlens, tl.program_id(1).to(tl.int64))
-    if i_t * CHUNK >= T:
+    TILES: tl.constexpr = CHUNK // ROWS
+    i_chunk = (tl.program_id(1) // TILES).to(tl.int64)
+    i_tile = tl.program_id(1) % TILES
+    i_n, i_t, bos, T = load_chunk(p_chunks, p_cu_seqlens, i_chunk)
+    first = i_t * CHUNK + i_tile * ROWS
+    if first >= T:
         return
     C: tl.constexpr = 2 * H * K + HV * V
-    o_t = i_t * CHUNK + tl.arange(0, CHUNK)
-    m_t = o_t < T
     if i_c == 2 * H + HV:
+        if i_tile > 0:
+            return
+        o_t = i_t * CHUNK + tl.arange(0, CHUNK)
         o_h = tl.arange(0, BLOCK_HV)
         m_h = o_h < HV
-        m_gate = m_t[:, None] & m_h[None, :]
+        m_gate = (o_t < T)[:, None] & m_h[None, :]
         b_a = tl.load(p_a + ((bos + o_t) * s_a)[:, None] + o_h[None, :], mask=m_gate, other=0.0).to(
             tl.float32
         )
@@ -94,25 +101,29 @@ def conv_gates_prefill_kernel(
     i_place = tl.load(p_prompts + i_n).to(tl.int64)
     if CACHED:
         i_place = tl.where(tl.load(p_cached_lens + i_n) > 0, i_place, -1)
+    row = bos + first
+    p_x += row * s_x
+    o_r = tl.arange(0, ROWS)
+    m_r = first + o_r < T
     # Names of their own in each branch: heads of q and k may be wider or narrower than those of v.
     if i_c < 2 * H:
         o_k = tl.arange(0, BLOCK_K)
-        m_k = m_t[:, None] & (o_k < K)[None, :]
+        m_k = m_r[:, None] & (o_k < K)[None, :]
         b_k = _convolve(
-            p_x, p_weight, p_conv_state, bos, T, o_t, i_c * K + o_k, o_k < K, i_place, s_x, C, KERNEL, CACHED, UPCAST
+            p_x, p_weight, p_conv_state, o_r, first, T, i_c * K + o_k, o_k < K, i_place, s_x, C, KERNEL, CACHED, UPCAST
         )  # fmt: skip
         if i_c < H:
-            _write_head(p_q, b_k, bos, o_t, o_k, m_k, i_c, H, K, True)
+            _write_head(p_q + (row * H + i_c) * K, b_k, o_r, o_k, m_k, H, K, True)
         else:
-            _write_head(p_k, b_k, bos, o_t, o_k, m_k, i_c - H, H, K, True)
+            _write_head(p_k + (row * H + i_c - H) * K, b_k, o_r, o_k, m_k, H, K, True)
     else:
         o_v = tl.arange(0, BLOCK_V)
-        m_v = m_t[:, None] & (o_v < V)[None, :]
+        m_v = m_r[:, None] & (o_v < V)[None, :]
         o_c = 2 * H * K + (i_c - 2 * H) * V + o_v
         b_v = _convolve(
-            p_x, p_weight, p_conv_state, bos, T, o_t, o_c, o_v < V, i_place, s_x, C, KERNEL, CACHED, UPCAST
+            p_x, p_weight, p_conv_state, o_r, first, T, o_c, o_v < V, i_place, s_x, C, KERNEL, CACHED, UPCAST
         )  # fmt: skip
-        _write_head(p_v, b_v, bos, o_t, o_v, m_v, i_c - 2 * H, HV, V, False)
+        _write_head(p_v + (row * HV + i_c - 2 * H) * V, b_v, o_r, o_v, m_v, HV, V, False)
 
 
 @triton.jit

@@ -77,7 +77,7 @@ def chunk_rule_triton(
     chunk_prepare_kernel[(HV, tables.chunks.shape[0])](
         *(q, k, v, g, beta, w, u, p, tables.cu_seqlens, tables.chunks, scale),
         **sizes,
-        BLOCK=CHUNK // 4,
+        LEVELS=CHUNK.bit_length() - 1,
         BLOCK_V=min(V, 64),
         num_warps=config.prepare_warps,
     )

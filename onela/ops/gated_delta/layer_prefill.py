@@ -20,6 +20,8 @@ from onela.ops.gated_delta.chunk_rule import chunk_rule_triton, takes
 from onela.ops.gated_delta.layer_prefill_reference import layer_sizes
 from onela.ops.prefill_tables import CHUNK, PrefillTables
 
+CONV_ROWS = 16
+"""Tokens of a program of the convolution: few, so that many programs wait for memory at a time."""
 HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -51,7 +53,7 @@ def conv_gates_prefill(
     q, k, v = (mixed_qkv.new_empty(T, heads, size) for heads, size in ((H, K), (H, K), (HV, V)))
     g = torch.empty(T, HV, dtype=torch.float32, device=mixed_qkv.device)
     beta = torch.empty_like(g)
-    conv_gates_prefill_kernel[(2 * H + HV + 1, tables.chunks.shape[0])](
+    conv_gates_prefill_kernel[(2 * H + HV + 1, tables.chunks.shape[0] * (CHUNK // CONV_ROWS))](
         *(mixed_qkv, a, b, conv_weight, A_log, dt_bias, conv_state),
         *(tables.cu_seqlens, tables.prompts, tables.cached_lens, tables.chunks),
         *(q, k, v, g, beta, mixed_qkv.stride(0), a.stride(0), b.stride(0)),
@@ -61,12 +63,13 @@ def conv_gates_prefill(
         V=V,
         KERNEL=conv_weight.shape[1],
         CHUNK=CHUNK,
+        ROWS=CONV_ROWS,
         BLOCK_K=triton.next_power_of_2(K),
         BLOCK_V=triton.next_power_of_2(V),
         BLOCK_HV=max(16, triton.next_power_of_2(HV)),
         CACHED=tables.num_keys > 0,
         UPCAST=INTERPRETED,
-        num_warps=8,
+        num_warps=4,
     )
     return q, k, v, g, beta
 

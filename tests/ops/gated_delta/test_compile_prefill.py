@@ -42,10 +42,18 @@ HEADS = {"H": 16, "HV": 16, "K": 128, "V": 128, "CHUNK": 64}
         (
             "_prefill_kernel",
             "conv_gates_prefill_kernel",
-            8,
-            {"KERNEL": 4, "BLOCK_K": 128, "BLOCK_V": 128, "BLOCK_HV": 16, "CACHED": True, "UPCAST": False},
+            4,
+            {
+                "KERNEL": 4,
+                "ROWS": 16,
+                "BLOCK_K": 128,
+                "BLOCK_V": 128,
+                "BLOCK_HV": 16,
+                "CACHED": True,
+                "UPCAST": False,
+            },
         ),
-        ("_chunk_kernel", "chunk_prepare_kernel", 8, {"BLOCK": 16, "BLOCK_V": 64}),
+        ("_chunk_kernel", "chunk_prepare_kernel", 4, {"LEVELS": 6, "BLOCK_V": 64}),
         (
             "_chunk_kernel",
             "chunk_scan_kernel",
