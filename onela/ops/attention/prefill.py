@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 from functools import lru_cache
 from typing import Any
 
@@ -19,10 +20,18 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from onela.ops._checks import check_float, check_groups, check_index
-from onela.ops.attention._prefill_kernel import gather_pages_kernel, write_pages_kernel
+from onela.ops.attention._prefill_kernel import (
+    gather_pages_kernel,
+    last_row_kernel,
+    merge_parts_kernel,
+    write_pages_kernel,
+)
 from onela.ops.prefill_tables import PrefillTables
 
 logger = logging.getLogger(__name__)
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+PARTS = 32
+"""Parts that the keys of a prompt are read in when only its last row asks."""
 HALVES = (torch.bfloat16, torch.float16)
 _refused: dict[tuple[object, ...], str] = {}
 """Heads that cuDNN has refused, and why."""
@@ -73,13 +82,37 @@ def prefill_attention_packed(
         cu_keys, longest_keys = tables.cu_keys, tables.num_keys
     scale = D**-0.5 if scale is None else scale
     if last_only:
-        return flash_attention(q, keys, values, tables.prompt_rows, cu_keys, 1, longest_keys, scale)
+        return last_row_attention(q, keys, values, cu_keys, 2 if tables.rectangle else 1, scale)
     if tables.rectangle and not tables.num_keys and refused(q, k) is None:
         try:
             return dense_attention(q, keys, values, tables.num_prompts, scale)
         except RuntimeError as error:
             refuse(q, k, error)
     return flash_attention(q, keys, values, tables.cu_seqlens, cu_keys, tables.longest, longest_keys, scale)
+
+
+def last_row_attention(q: Tensor, k: Tensor, v: Tensor, cu_keys: Tensor, step: int, scale: float) -> Tensor:
+    """Attention of one row per prompt over all of its keys, which are cut into parts for many programs.
+
+    Args:
+        q: [B, HQ, D]; k, v: [num_keys, HKV, D]. cu_keys: [S+1] int32, bounds of the sequences' keys.
+        step: prompt n is sequence `n * step`.
+    Returns:
+        o: [B, HQ, D], zeros for a prompt without keys.
+    """
+    B, HQ, D = q.shape
+    HKV = k.shape[1]
+    o = torch.empty(B, HQ, D, dtype=q.dtype, device=q.device)
+    part_o = torch.empty(B, HQ, PARTS, D, dtype=torch.float32, device=q.device)
+    part_m, part_l = (torch.empty(B, HQ, PARTS, dtype=torch.float32, device=q.device) for _ in range(2))
+    block_d = triton.next_power_of_2(D)
+    last_row_kernel[(PARTS, B, HKV)](
+        q.contiguous(), k, v, cu_keys, part_o, part_m, part_l, k.stride(0), v.stride(0), scale * math.log2(math.e),
+        HKV=HKV, G=HQ // HKV, D=D, STEP=step, SPLITS=PARTS, BLOCK_G=max(16, triton.next_power_of_2(HQ // HKV)),
+        BLOCK_N=64, BLOCK_D=block_d, UPCAST=INTERPRETED, num_warps=4, num_stages=2,
+    )  # fmt: skip
+    merge_parts_kernel[(B * HQ,)](part_o, part_m, part_l, o, D=D, SPLITS=PARTS, BLOCK_D=block_d, num_warps=4)
+    return o
 
 
 def write_pages(

@@ -28,8 +28,9 @@ class ChunkConfig:
 
 
 def takes(K: int, V: int, device: torch.device) -> bool:
-    """Whether the kernels suit these heads: they are made for keys and values of 128, and for Hopper."""
-    return K == V == 128 and has_wgmma(device)
+    """Whether the kernels suit these heads: their tiles must fit on the chip, and be multiplied from there."""
+    powers = all(16 <= size <= 128 and size & (size - 1) == 0 for size in (K, V))
+    return powers and has_wgmma(device)
 
 
 def choose_config(num_heads: int, V: int, device: torch.device) -> ChunkConfig:

@@ -17,6 +17,9 @@ from tests.tolerances import ATTENTION
 pytest.importorskip("triton")
 from onela.ops.attention import prefill
 
+# Triton's interpreter turns scalars into loop bounds in a way that numpy 1.25 deprecates.
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
+
 PAGE = 16
 # New tokens and cached ones of each prompt.
 PROMPTS = [
