@@ -66,7 +66,6 @@ class PrefillTables:
         page_rows: [T], the row of the paged cache (page * page_size + place) where each token's keys go; PAD for none.
         cu_keys: [S+1], tokens of each sequence, cached ones included, packed.
         key_pages: [P, 3], page, first packed row and number of rows of each piece of the keys; page PAD for zeros.
-        prompt_rows: [S+1], bounds of the sequences in a batch with one row per prompt.
         num_prompts: B. longest: the most new tokens of a sequence.
         num_keys: rows of the packed keys; 0: nothing is cached.
         rectangle: whether prompt n begins at token `n * longest`.
@@ -80,7 +79,6 @@ class PrefillTables:
     page_rows: Tensor
     cu_keys: Tensor
     key_pages: Tensor
-    prompt_rows: Tensor
     num_prompts: int
     longest: int
     num_keys: int
@@ -125,7 +123,6 @@ class TableLayout:
             "chunk_starts": S + 1,
             "cu_keys": S + 1,
             "key_pages": 3 * shape.num_key_pages(page_size),
-            "prompt_rows": S + 1,
         }
         self.places: dict[str, tuple[int, int]] = {}
         self.size = 0
@@ -199,11 +196,6 @@ class TableLayout:
         self.part(numbers, "last_rows")[: len(asked)] = asked
         self.part(numbers, "cu_seqlens")[:] = cu_seqlens
         self.part(numbers, "cached_lens")[:] = cached
-        # Every prompt of the shape has a row, used or not; padding has none.
-        every = np.arange(1, len(sequences) + 1)
-        self.part(numbers, "prompt_rows")[1:] = (
-            (every + 1) // 2 if shape.rectangle else np.minimum(every, shape.num_prompts)
-        )
         num_chunks = -(-np.asarray(lengths) // CHUNK)
         starts = np.cumsum([0, *num_chunks])
         self.part(numbers, "chunk_starts")[:] = starts

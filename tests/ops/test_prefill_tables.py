@@ -29,7 +29,6 @@ def test_prompts_stand_side_by_side_and_padding_behind_them(padding: int, spare:
     ends = [70, 79, 143, *[143] * spare, 143 + padding]
     assert tables.cu_seqlens.tolist() == [0, *ends]
     assert tables.prompts.tolist() == [3, 1, 0, *[-1] * (spare + 1)]
-    assert tables.prompt_rows.tolist() == [0, *range(1, 4 + spare), 3 + spare]
     assert tables.cached_lens.tolist() == [0, 32, 0, *[0] * (spare + 1)]
     assert layout.part(flat, "last_rows").tolist() == [69, 78, 142, *[0] * spare]
     assert layout.part(flat, "token_ids").tolist()[70:79] == list(range(100, 109))
@@ -81,7 +80,6 @@ def test_in_a_rectangle_every_prompt_begins_at_its_own_row() -> None:
     assert tables.rectangle
     assert tables.cu_seqlens.tolist() == [0, 70, 96, 105, 192, 192, 288]
     assert tables.prompts.tolist() == [3, -1, 1, -1, -1, -1]
-    assert tables.prompt_rows.tolist() == [0, 1, 1, 2, 2, 3, 3]
     assert layout.part(flat, "last_rows").tolist() == [69, 104, 0]
     assert layout.part(flat, "token_ids").tolist()[96:105] == list(range(100, 109))
     assert tables.page_rows.tolist()[96:106] == [7 * PAGE + i for i in range(9)] + [-1]

@@ -168,7 +168,6 @@ def tune(sizes: tuple[int, int, int, int], dtype: torch.dtype, device: torch.dev
         page_rows=none,
         cu_keys=none,
         key_pages=none,
-        prompt_rows=none,
         num_prompts=S,
         longest=TUNING_TOKENS,
         num_keys=0,

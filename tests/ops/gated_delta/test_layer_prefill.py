@@ -98,9 +98,18 @@ def whole(states: Tensor) -> Tensor:
     return states.float().sum(2) if states.dim() == 5 else states
 
 
-@pytest.mark.parametrize("prompts", PROMPTS, ids=str)
-@pytest.mark.parametrize("heads", [(2, 4, 32, 16), (1, 1, 16, 32)], ids=str)
-@pytest.mark.parametrize(("padding", "split"), [(0, False), (5, True), (70, True)])
+@pytest.mark.parametrize(
+    ("prompts", "heads", "padding", "split"),
+    [
+        (PROMPTS[0], (2, 4, 32, 16), 5, False),
+        (PROMPTS[1], (1, 1, 16, 32), 0, True),
+        (PROMPTS[2], (1, 1, 16, 32), 70, True),
+        (PROMPTS[3], (2, 4, 32, 16), 0, True),
+        (PROMPTS[3], (1, 1, 16, 32), 70, False),
+        (PROMPTS[4], (2, 4, 32, 16), 70, True),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("own", [True, False], ids=["triton", "fla"])
 def test_a_padded_layer_equals_the_reference_and_writes_only_its_prompts(
     prompts: list[tuple[int, int]],
