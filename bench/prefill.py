@@ -3,7 +3,8 @@
 First a gate: hidden rows of ragged prompts, at once and in pieces, captured and not, against the references in fp32.
 Then, for each case, the GPU time of the replayed graph, the time from tokens on the host to the last kernel's end
 ("request"), and the same forward launched kernel by kernel. A case `BxL` is B prompts of L tokens; `BxL/C` lets each go
-on from C tokens that it holds already, as after a hit in the prompt cache.
+on from C tokens that it holds already, as after a hit in the prompt cache. A case may name its model, as in
+`qwen3-1.7b:1x5000`.
 
     python bench/prefill.py [--model qwen3.5-0.8b] [--cases 4x1024 1x5120 4x5120 1x5120/4608 4x5120/4608] [--profile]
 """
@@ -48,7 +49,7 @@ QWEN3_17B: dict[str, Any] = {
     "rope_theta": 1000000.0,
 }
 MODELS: dict[str, dict[str, Any]] = {"qwen3.5-0.8b": SHAPE_08B, "qwen3-1.7b": QWEN3_17B, "tiny": TINY}
-GATE_LENGTHS = (700, 64, 131, 1)
+GATE_LENGTHS = ((700, 64, 131, 1), (900,), (600, 590))
 GATE_FACTOR = 1.5
 """How much farther from the fp32 references a captured bf16 forward may be than the bf16 references are."""
 
@@ -111,21 +112,21 @@ def gate(name: str, device: torch.device, dtype: torch.dtype) -> None:
     model = random_model(values, dtype, device)
     for (_, own), (_, given) in zip(model.named_parameters(), exact.model.named_parameters()):
         own.data.copy_(given.data)
-    wanted = run_pieces(exact, GATE_LENGTHS, (), reference=True)
-    allowed = (
-        GATE_FACTOR * error(run_pieces(engine_of(model), GATE_LENGTHS, (), reference=True), wanted) + 1e-3
-    )
-    for graphs in (True, False):
-        for cuts in ((), (64,), (63, 128, 640)):
+    for lengths in GATE_LENGTHS:
+        wanted = run_pieces(exact, lengths, (), reference=True)
+        allowed = (
+            GATE_FACTOR * error(run_pieces(engine_of(model), lengths, (), reference=True), wanted) + 1e-3
+        )
+        for graphs, cuts in itertools.product((True, False), ((), (63, 128, 640))):
             engine = engine_of(model, graphs=graphs)
-            found = error(run_pieces(engine, GATE_LENGTHS, cuts, reference=False), wanted)
+            found = error(run_pieces(engine, lengths, cuts, reference=False), wanted)
             # Again: the places and pages now hold what the first run left there.
-            again = error(run_pieces(engine, GATE_LENGTHS, cuts, reference=False), wanted)
+            again = error(run_pieces(engine, lengths, cuts, reference=False), wanted)
             captured = engine.runner.prefill_graphs
             failure = None if captured is None else captured.failure
             print(
-                f"gate: {'captured' if graphs else 'launched'}, cut at {cuts}: error {found:.2e}, {again:.2e}; "
-                f"allowed {allowed:.2e}; {failure or 'no failure'}",
+                f"gate: {lengths} {'captured' if graphs else 'launched'}, cut at {cuts}: error {found:.2e}, "
+                f"{again:.2e}; allowed {allowed:.2e}; {failure or 'no failure'}",
                 flush=True,
             )
             if not max(found, again) <= allowed:
@@ -141,7 +142,7 @@ def parse(case: str) -> tuple[int, int, int]:
     return int(count), int(length), int(cached or 0)
 
 
-def measure(engine: Engine, case: str, args: argparse.Namespace) -> None:
+def measure(engine: Engine, model: str, case: str, args: argparse.Namespace) -> None:
     """Time one case, print it and append its lines."""
     count, length, cached = parse(case)
     runner, pool = engine.runner, engine.state.prompts
@@ -178,7 +179,7 @@ def measure(engine: Engine, case: str, args: argparse.Namespace) -> None:
     for one in active:
         engine.cancel(one)
     values = {
-        "model": args.model,
+        "model": model,
         "prompts": count,
         "tokens": length,
         "cached": cached,
@@ -200,7 +201,7 @@ def measure(engine: Engine, case: str, args: argparse.Namespace) -> None:
         "prefill", arm="captured", case=values, metric="prefill_first", unit="ms", value=first, **more
     )
     print(
-        f"{args.model} {case}: replay {statistics.median(times) / 1e3:.2f} ms, "
+        f"{model} {case}: replay {statistics.median(times) / 1e3:.2f} ms, "
         f"{statistics.median(times) / 1e3 / floor:.2f}x its matrix products ({floor:.2f} ms); from the host "
         f"{statistics.median(request) / 1e3:.2f} ms; launched {statistics.median(launched[1:]) / 1e3:.2f} ms; first "
         f"{first:.0f} ms; {shape}",
@@ -232,12 +233,17 @@ def main() -> None:
     if args.only_gate:
         return
     failures = Failures()
-    engine = engine_of(random_model(MODELS[args.model], dtype, device))
-    for case in args.cases:
+    engine: Engine | None = None
+    loaded = ""
+    for named in args.cases:
+        model, _, case = named.rpartition(":")
+        model = model or args.model
         try:
-            measure(engine, case, args)
+            if engine is None or loaded != model:
+                engine, loaded = engine_of(random_model(MODELS[model], dtype, device)), model
+            measure(engine, model, case, args)
         except Exception as why:  # the other cases are still worth their time
-            failures.add(case, f"{type(why).__name__}: {why}")
+            failures.add(named, f"{type(why).__name__}: {why}")
         gc.collect()
     failures.exit()
 

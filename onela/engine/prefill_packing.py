@@ -49,17 +49,17 @@ def padded_prefill_shape(shape: PrefillShape) -> PrefillShape:
 
     A single new prompt is a rectangle, and so are a few of nearly the same length: then attention is faster.
     Tokens are padded by at most a sixteenth (an eighth below 1024, or to the next 32), prompts and the keys of prompts
-    that go on to a power of four.
+    that go on to a power of four; one that goes on has a shape of its own.
     """
     T = bucket(shape.num_tokens)
     side = bucket(shape.longest)
     few = shape.num_prompts <= FEW_PROMPTS and side >= LONG and shape.num_prompts * side <= T + T // 16
     if not shape.num_keys and (shape.num_prompts == 1 or few):
         return PrefillShape(shape.num_prompts * side, shape.num_prompts, side, rectangle=True)
-    B = FEW_PROMPTS
+    B = 1 if shape.num_prompts == 1 else FEW_PROMPTS
     while shape.num_prompts > B:
         B *= 4
-    longest = T if B == FEW_PROMPTS else min(T, _power_of_two(max(shape.longest, T - shape.num_tokens)))
+    longest = T if B <= FEW_PROMPTS else min(T, _power_of_two(max(shape.longest, T - shape.num_tokens)))
     # The padding tokens have keys too, and so has a forward of nothing else.
     keys = 0
     if shape.num_keys:

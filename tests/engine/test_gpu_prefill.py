@@ -122,10 +122,10 @@ def test_padding_changes_nothing_and_one_graph_serves_other_prompts(name: str) -
         }
         for request in active:
             request.prompt.num_tokens = 0
-        torch.testing.assert_close(given, last_rows(engine, active), rtol=2e-2, atol=2e-2)
+        assert error(given, last_rows(engine, active)) < 0.03
         for key, tensor in engine.state.prompts.prompt_tensors.tensors.items():
             own = tensor[[r.prompt.index for r in active]].float()
-            torch.testing.assert_close(states[key], own, rtol=2e-2, atol=2e-2)
+            assert error(states[key], own) < 0.03
 
 
 def test_prompts_beside_the_batch_keep_their_states() -> None:

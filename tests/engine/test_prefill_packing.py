@@ -160,7 +160,8 @@ def test_a_captured_shape_stands_in_for_what_it_holds(
         (PrefillShape(4 * 5120 - 9, 4, 5120), PrefillShape(20480, 4, 5120, rectangle=True)),
         (PrefillShape(5120, 4, 2000), PrefillShape(5120, 4, 5120)),
         (PrefillShape(5120, 5, 2000), PrefillShape(5120, 16, 2048)),
-        (PrefillShape(512, 1, 512, 5120), PrefillShape(512, 4, 512, FEW_KEYS)),
+        (PrefillShape(512, 1, 512, 5120), PrefillShape(512, 1, 512, FEW_KEYS)),
+        (PrefillShape(512, 2, 300, 5120), PrefillShape(512, 4, 512, FEW_KEYS)),
         (PrefillShape(16000, 17, 30, 16384), PrefillShape(16384, 64, 512, 4 * FEW_KEYS)),
     ],
 )

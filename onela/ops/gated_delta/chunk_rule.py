@@ -28,17 +28,20 @@ class ChunkConfig:
 
 
 def takes(K: int, V: int, device: torch.device) -> bool:
-    """Whether the kernels suit these heads: their tiles must fit on the chip, and be multiplied from there."""
-    powers = all(16 <= size <= 128 and size & (size - 1) == 0 for size in (K, V))
-    return powers and has_wgmma(device)
+    """Whether the kernels suit these heads: on Hopper, sizes that have been tried; others read where they must not."""
+    return K == V and K in (32, 64, 128) and has_wgmma(device)
 
 
 def choose_config(num_heads: int, V: int, device: torch.device) -> ChunkConfig:
-    """Narrow programs where there are few heads, so that every multiprocessor has one; `num_heads` of all prompts."""
-    block_v = min(32, V)
-    while block_v > 16 and num_heads * (V // block_v) < multiprocessors(device):
-        block_v //= 2
-    return ChunkConfig(block_v=block_v)
+    """How to cut the work of `num_heads` heads, those of all prompts together.
+
+    Wide programs read a chunk's rows fewer times, which is what they wait for; narrow ones are more, for few heads.
+    """
+    if V < 128:
+        return ChunkConfig(block_v=16)
+    if 4 * num_heads <= multiprocessors(device):
+        return ChunkConfig(block_v=32, stages=3)
+    return ChunkConfig(block_v=64)
 
 
 def chunk_rule_triton(

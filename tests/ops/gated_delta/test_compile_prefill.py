@@ -58,7 +58,7 @@ HEADS = {"H": 16, "HV": 16, "K": 128, "V": 128, "CHUNK": 64}
             "_chunk_kernel",
             "chunk_scan_kernel",
             4,
-            {"BLOCK_V": 32, "KERNEL": 4, "SPLIT": True, "CACHED": True},
+            {"BLOCK_V": 64, "KERNEL": 4, "SPLIT": True, "CACHED": True},
         ),
     ],
     ids=lambda x: x if isinstance(x, str) else "",

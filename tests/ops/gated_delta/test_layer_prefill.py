@@ -106,6 +106,9 @@ def whole(states: Tensor) -> Tensor:
         (PROMPTS[2], (1, 1, 16, 32), 70, True),
         (PROMPTS[3], (2, 4, 32, 16), 0, True),
         (PROMPTS[3], (1, 1, 16, 32), 70, False),
+        (PROMPTS[3], (2, 4, 32, 32), 70, False),
+        (PROMPTS[4], (1, 1, 64, 64), 0, True),
+        (PROMPTS[2], (1, 2, 128, 128), 5, True),
         (PROMPTS[4], (2, 4, 32, 16), 70, True),
     ],
     ids=str,
@@ -120,6 +123,8 @@ def test_a_padded_layer_equals_the_reference_and_writes_only_its_prompts(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if device.type == "cuda" and own and not layer_prefill.takes(*heads[2:], device):
+        pytest.skip("heads that the kernels do not take")
     monkeypatch.setattr(layer_prefill, "takes", lambda *_: own)
     # The interpreter rounds to bf16 by cutting off.
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
