@@ -57,7 +57,15 @@ CASES = (
     Case(16, 512, children=30),
     Case(16, 512, children=30, normalizer="allowed"),
     Case(4, 256, children=30, normalizer="allowed"),
+    # A step of one request, free and over a trie of ten million random items on three levels: its second and its
+    # third level, where a node has 1,144 children and one.
+    Case(1, 256),
+    Case(1, 256, children=1144),
+    Case(1, 256, children=1),
+    Case(4, 256, children=1144),
 )
+
+HIDDEN = 1024
 
 
 def offsets(sizes: list[int]) -> Tensor:
@@ -108,7 +116,7 @@ def torch_topk(logits: Tensor, arguments: dict, case: Case) -> Tensor:
     return torch.topk(scores.view(case.R, -1), case.W, dim=1).indices
 
 
-def measure(case: Case, bandwidth: float, with_torch: bool, out: Path | None) -> None:
+def measure(case: Case, bandwidth: float, with_torch: bool, out: Path | None, commit: str | None) -> None:
     """Check a case, then time it and append its lines of results."""
     check(case)
     sets = max(1, min(8, -(-(200 << 20) // case.num_bytes)))
@@ -118,14 +126,38 @@ def measure(case: Case, bandwidth: float, with_torch: bool, out: Path | None) ->
     if with_torch and case.children is None:
         arms["torch"] = [partial(torch_topk, logits, arguments, case) for logits, arguments in inputs]
     for arm, calls in arms.items():
-        times = [t / sets for t in time_graph(calls)]
-        value = statistics.median(times)
-        append_result(
-            "beam_select", arm=arm, case=asdict(case), metric="time", unit="us", value=value,
-            spread=[min(times), max(times)], floor=floor, out=out,
-        )  # fmt: skip
-        ratio = "" if floor is None else f"{value / floor:6.2f} x floor"
-        print(f"{arm:8s} {case}  {value:8.1f} us {ratio}", flush=True)
+        report(arm, case, [t / sets for t in time_graph(calls)], floor, out, commit)
+
+
+def report(
+    arm: str, case: Case, times: list[float], floor: float | None, out: Path | None, commit: str | None
+) -> None:
+    value = statistics.median(times)
+    append_result(
+        "beam_select", arm=arm, case=asdict(case), metric="time", unit="us", value=value,
+        spread=[min(times), max(times)], floor=floor, out=out, commit=commit,
+    )  # fmt: skip
+    ratio = "" if floor is None else f"{value / floor:6.2f} x floor"
+    print(f"{arm:24s} {case}  {value:8.1f} us {ratio}", flush=True)
+
+
+def measure_head(case: Case, out: Path | None, commit: str | None) -> None:
+    """The level's head in fp32 and in bf16, and with the selection behind it, which may find logits in the cache."""
+    logits, arguments = make_inputs(case, 0)
+    hidden = torch.randn(case.R * case.W, HIDDEN, device="cuda").bfloat16() * 0.1
+    weight = torch.randn(case.C, HIDDEN, device="cuda").bfloat16()
+
+    def head() -> Tensor:
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+
+    arms = {
+        "head": head,
+        "head, bf16 logits": lambda: hidden @ weight.t(),
+        "head and selection": lambda: beam_select(head(), **arguments),
+        "selection, logits in L2": lambda: beam_select(logits, **arguments),
+    }
+    for arm, call in arms.items():
+        report(arm, case, time_graph([call]), None, out, commit)
 
 
 def main() -> None:
@@ -134,6 +166,10 @@ def main() -> None:
     )
     parser.add_argument("--cases", type=int, nargs="*", help="places in the list of cases")
     parser.add_argument("--torch", action="store_true", help="time torch's log_softmax and topk too")
+    parser.add_argument(
+        "--head", action="store_true", help="time the level's head, with the selection and without"
+    )
+    parser.add_argument("--commit", help="the commit that is measured, where there is no checkout")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--check-only", action="store_true", help="time nothing")
     parser.add_argument(
@@ -151,11 +187,15 @@ def main() -> None:
         for number in options.cases or range(len(CASES)):
             check(CASES[number])
         return
+    if options.head:
+        for number in options.cases or (0, 1):
+            measure_head(CASES[number], options.out, options.commit)
+        return
     bandwidth = copy_bandwidth()
     print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s")
     for number in options.cases or range(len(CASES)):
         try:
-            measure(CASES[number], bandwidth, options.torch, options.out)
+            measure(CASES[number], bandwidth, options.torch, options.out, options.commit)
         except Exception as error:  # the other cases are still worth their time on the GPU
             failures.add(str(CASES[number]), repr(error))
     failures.exit()

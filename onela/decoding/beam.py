@@ -72,6 +72,7 @@ class BeamSearch:
         log_normalizer: Tensor | None = None,
         allowed: Tensor | None = None,
         allowed_rows: Sequence[int] | None = None,
+        finite: Tensor | None = None,
     ) -> list[Beams]:
         """Extend the beams of several requests that stand before the same level.
 
@@ -82,6 +83,7 @@ class BeamSearch:
             normalizer: "level", "allowed", or "vocabulary" with `log_normalizer` [N] given.
             allowed: [F, words] int32, masks over the trie's edges of this level, 32 to a word. allowed_rows: the mask
                 of each request, -1 for a request without one.
+            finite: [N] bool, written as `beam_select_ref` says: whether a row's logits can be used. None: not asked.
         Returns:
             The survivors of each request, `width` places each; fewer live where fewer are legal.
         """
@@ -100,6 +102,7 @@ class BeamSearch:
             allowed_rows=None if allowed_rows is None else device_tensor(allowed_rows, torch.int64, device),
             normalizer=normalizer if log_normalizer is None else log_normalizer,  # type: ignore[arg-type]
             num_out=sum(widths),
+            finite=finite,
         )
         # All requests at once: what is done for each of them alone, a GPU waits for.
         missing = parents < 0

@@ -371,13 +371,13 @@ class Engine:
         for (served, level, normalizer), members in groups.items():
             rows = torch.cat([hidden[i] for i in members])
             logits = self.runner.level_logits(rows, level)
-            lowest, highest = logits.aminmax(dim=-1)
-            spread = highest - lowest  # below infinity if and only if all logits are finite
+            # On a GPU the selection tells it of what it reads.
+            finite = torch.empty(len(rows), dtype=torch.bool, device=rows.device) if rows.is_cuda else None
+            usable = finite
+            if usable is None:
+                lowest, highest = logits.aminmax(dim=-1)
+                usable = highest - lowest < math.inf
             log_normalizer = self.runner.log_normalizer(rows) if normalizer == "vocabulary" else None
-            if log_normalizer is not None:  # the logits of tokens that are no codes
-                spread += log_normalizer.abs()
-            alive = torch.cat([requests[i].beams.trie_nodes for i in members]) >= 0
-            bad = ~(spread < math.inf) & alive
             mask_rows = [_mask_row(requests[i]) for i in members]
             masks = served.masks if any(row >= 0 for row in mask_rows) else None
             chosen = served.search.step(
@@ -389,7 +389,12 @@ class Engine:
                 log_normalizer=log_normalizer,
                 allowed=None if masks is None else masks.level(level),
                 allowed_rows=None if masks is None else mask_rows,
+                finite=finite,
             )
+            if log_normalizer is not None:  # the logits of tokens that are no codes
+                usable &= torch.isfinite(log_normalizer)
+            alive = torch.cat([requests[i].beams.trie_nodes for i in members]) >= 0
+            bad = ~usable & alive
             row = 0
             for i, beams in zip(members, chosen):
                 request = requests[i]

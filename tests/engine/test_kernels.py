@@ -59,12 +59,6 @@ def copy_rows(
     copy_rows_triton(target, target_rows, source, source_rows, parts)
 
 
-def beam_select(logits: torch.Tensor, *, child_allowed: Any, allowed_rows: Any, **options: Any) -> Any:
-    assert child_allowed is None
-    assert allowed_rows is None
-    return beam_select_triton(logits, **options)
-
-
 KERNELS: list[tuple[Any, str, Any]] = [
     (layers, "rms_norm", rms_norm_triton),
     (layers, "qk_norm_rotary", qk_norm_rotary_triton),
@@ -81,7 +75,7 @@ KERNELS: list[tuple[Any, str, Any]] = [
     (backends, "replay_step", replay_step_triton),
     (backends, "replay_ssm_step", replay_ssm_step_triton),
     (backends, "copy_rows", copy_rows),
-    (beam, "beam_select", beam_select),
+    (beam, "beam_select", beam_select_triton),
 ]
 
 

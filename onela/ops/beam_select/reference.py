@@ -27,6 +27,7 @@ def beam_select_ref(
     allowed_rows: Tensor | None = None,
     normalizer: Literal["level", "allowed"] | Tensor = "level",
     num_out: int | None = None,
+    finite: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Extend every beam by every legal code and keep the best of each request.
 
@@ -47,12 +48,15 @@ def beam_select_ref(
             ones; or a tensor [N] of log-normalizers (for example of the whole vocabulary).
         num_out: M, at least `cu_out[-1]`; None: `cu_out[-1]`, which a kernel can only learn by waiting for
             the device.
+        finite: [N] bool; None: not asked for.
     Returns:
         parent_rows: [M] int32, row that each survivor extends, PAD where a request had fewer legal continuations.
         codes: [M] int32, PAD likewise.
         cum_logprobs: [M] fp32, -inf likewise.
         child_nodes: [M] int64, PAD likewise.
 
+    Writes: finite: whether the logits of a row that were read are neither NaN nor infinite: all of them, or a trie's
+        children where they are not normalised over the level; true for a row that has no continuation.
     Padding: rows whose trie node is PAD, or whose cum_logprob is -inf, have no continuation; outputs past
         `cu_out[-1]` are PAD.
     Numerics: fp32; deterministic. Equal scores go to the smaller (row, code) pair. Inside a request survivors
@@ -71,6 +75,14 @@ def beam_select_ref(
         raise ShapeError("child_allowed and allowed_rows: give both or neither")
     logits = logits.to(torch.float32)
     rows, codes, children = _candidates(trie_nodes, cum_logprobs, C, child_offsets, child_codes)
+    if finite is not None:
+        check_shape("finite", finite, N)
+        usable = torch.isfinite(logits)
+        if child_codes is None or (not isinstance(normalizer, Tensor) and normalizer == "level"):
+            finite.copy_(usable.all(-1) | (trie_nodes < 0) | ~(cum_logprobs > NEG_INF))
+        else:
+            finite.fill_(True)
+            finite[rows[~usable[rows, codes]]] = False
     if child_allowed is not None and allowed_rows is not None:
         check_index("allowed_rows", allowed_rows, cu_rows.shape[0] - 1)
         if child_codes is None:

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from onela.errors import DtypeError, ShapeError
 from onela.ops.beam_select import kernels
+from onela.ops.beam_select._candidate_kernels import NUM_BINS, bin_of, edge_of
 from onela.ops.beam_select.reference import beam_select_ref
 
 # Triton's interpreter turns scalars into loop bounds in a way that numpy 1.25 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
+
+
+@triton.jit
+def bins_and_edges(p_keys, p_numbers, p_edges, n, BLOCK: tl.constexpr):
+    o_i = tl.arange(0, BLOCK)
+    tl.store(p_numbers + o_i, bin_of(tl.load(p_keys + o_i, mask=o_i < n)), mask=o_i < n)
+    o_b = tl.arange(0, NUM_BINS)
+    tl.store(p_edges + o_b, edge_of(o_b))
+
 
 NAMES = ("parent_rows", "codes", "cum_logprobs", "child_nodes")
 CASES = {
@@ -73,12 +85,18 @@ def compare(logits: Tensor, arguments: dict, device: torch.device, *, exact: boo
             assert torch.equal(have.cpu(), want), name
 
 
-@pytest.mark.parametrize("max_items", [32768, 64], ids=["one segment", "many segments"])
+@pytest.mark.parametrize(
+    ("max_items", "spare", "more"),
+    [(32768, 8, 1024), (32768, 0, 0), (64, 0, 0)],
+    ids=["candidates", "given up, one segment", "given up, many segments"],
+)
 @pytest.mark.parametrize("constrained", [False, True], ids=["all codes", "trie"])
 @pytest.mark.parametrize("ties", [False, True], ids=["distinct", "ties"])
 @pytest.mark.parametrize("name", CASES)
-def test_given_normalizers(name, ties, constrained, max_items, device, monkeypatch):
+def test_given_normalizers(name, ties, constrained, max_items, spare, more, device, monkeypatch):
     monkeypatch.setattr(kernels, "MAX_ITEMS", max_items)
+    monkeypatch.setattr(kernels, "SPARE", spare)
+    monkeypatch.setattr(kernels, "MORE", more)
     logits, arguments = make_case(name, ties=ties, constrained=constrained)
     arguments["normalizer"] = torch.randn(logits.shape[0], generator=torch.Generator().manual_seed(1)).round()
     compare(logits, arguments, device)
@@ -148,6 +166,61 @@ def test_a_nan_score_is_never_chosen(device):
     got = kernels.beam_select(logits.to(device), **on(device, arguments))
     for want, have in zip(expected, got):
         assert torch.equal(have.cpu(), want)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.parametrize("normalizer", ["level", "allowed", "given"])
+@pytest.mark.parametrize("constrained", [False, True], ids=["all codes", "trie"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_rows_that_are_not_finite_are_told(bad, constrained, normalizer, device):
+    """Where all logits are read, all count; where a trie's children alone are read, those do."""
+    logits, arguments = make_case("padding at the end", ties=False, constrained=constrained)
+    if normalizer == "given":
+        arguments["normalizer"] = torch.zeros(logits.shape[0])
+    else:
+        arguments["normalizer"] = normalizer
+    logits[::3, 61] = bad
+    expected = torch.zeros(logits.shape[0], dtype=torch.bool)
+    beam_select_ref(logits, **arguments, finite=expected)
+    alive = (arguments["trie_nodes"] >= 0) & (arguments["cum_logprobs"] > -torch.inf)
+    rows_of_requests = int(arguments["cu_rows"][-1])
+    if not constrained or normalizer == "level":
+        assert torch.equal(expected, (torch.arange(logits.shape[0]) % 3 > 0) | ~alive)
+    else:
+        assert 0 < int((~expected).sum()) < int(alive[::3].sum())
+    got = torch.zeros(logits.shape[0], dtype=torch.bool, device=device)
+    kernels.beam_select(logits.to(device), **on(device, arguments), finite=got)
+    assert torch.equal(got.cpu()[:rows_of_requests], expected[:rows_of_requests])
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 300.0, 1e5])
+def test_scores_of_any_size(scale, device):
+    """Whatever bins they fall into: tiny, of either sign, or beyond the outermost."""
+    generator = torch.Generator().manual_seed(11)
+    rows, C = [12, 3], 600
+    arguments = {
+        "cum_logprobs": torch.zeros(15),
+        "cu_rows": offsets(rows),
+        "cu_out": offsets([40, 70]),
+        "trie_nodes": torch.zeros(15, dtype=torch.int32),
+        "normalizer": torch.zeros(15),
+    }
+    compare(torch.randn(15, C, generator=generator) * scale, arguments, device)
+
+
+def test_bins_are_in_order(device):
+    """Every key lies at or above its bin's edge, and below the next one's."""
+    sizes = torch.logspace(-9, 6, 4000)
+    scores = torch.cat([-sizes.flip(0), torch.zeros(1), sizes])
+    bits = scores.view(torch.int32)
+    keys = torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).to(device)
+    numbers, edges = torch.empty_like(keys), torch.empty(NUM_BINS.value, dtype=torch.int32, device=device)
+    bins_and_edges[(1,)](keys, numbers, edges, keys.shape[0], BLOCK=triton.next_power_of_2(keys.shape[0]))
+    numbers, edges, keys = numbers.cpu().long(), edges.cpu().long(), keys.cpu().long()
+    assert bool((numbers.diff() >= 0).all())
+    assert bool((keys >= edges[numbers]).all())
+    inner = numbers < NUM_BINS.value - 1
+    assert bool((keys[inner] < edges[numbers[inner] + 1]).all())
 
 
 def test_refuses_what_it_cannot_do():

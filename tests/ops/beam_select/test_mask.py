@@ -1,4 +1,4 @@
-"""Edges that may not be taken: the reference against a smaller trie, and masked logits against the reference."""
+"""Edges that may not be taken: the reference against a smaller trie, and the kernels against the reference."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from torch import Tensor
 
 from onela.errors import ShapeError
 from onela.ops.beam_select import beam_select, beam_select_ref, kernels
-from onela.ops.beam_select.mask import mask_logits
-from tests.ops.beam_select.test_kernels import CASES, NAMES, make_case, on
+from tests.ops.beam_select.test_kernels import CASES, compare, make_case, on
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
 
@@ -69,26 +68,17 @@ def test_a_masked_edge_is_as_if_it_were_not_in_the_trie(name: str, normalizer: s
         assert torch.equal(got[3][kept], wanted)
 
 
+@pytest.mark.parametrize("spare", [(8, 1024), (0, 0)], ids=["candidates", "given up"])
 @pytest.mark.parametrize("normalizer", ["level", "allowed", "given"])
 @pytest.mark.parametrize("name", CASES)
-def test_masked_logits_and_the_kernels_are_the_reference(
-    name: str, normalizer: str, device: torch.device
+def test_masks_in_the_kernels(
+    name: str, normalizer: str, spare: tuple[int, int], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(kernels, "SPARE", spare[0])
+    monkeypatch.setattr(kernels, "MORE", spare[1])
     logits, arguments, _ = with_masks(name, seed=1)
-    given = logits.logsumexp(-1) if normalizer in ("level", "given") else None
-    expected = beam_select_ref(logits, **arguments, normalizer="allowed" if given is None else given)
-    arguments = on(device, arguments)
-    fields = ("cu_rows", "trie_nodes", "child_offsets", "child_codes", "child_allowed", "allowed_rows")
-    masked = mask_logits(logits.to(device), **{field: arguments[field] for field in fields})
-    del arguments["child_allowed"], arguments["allowed_rows"]
-    got = kernels.beam_select(
-        masked, **arguments, normalizer="allowed" if given is None else given.to(device)
-    )
-    for field, want, have in zip(NAMES, expected, got):
-        if field == "cum_logprobs":
-            torch.testing.assert_close(have.cpu(), want, rtol=1e-5, atol=1e-5)
-        elif normalizer != "allowed":
-            assert torch.equal(have.cpu(), want), field
+    arguments["normalizer"] = torch.zeros(logits.shape[0]) if normalizer == "given" else normalizer
+    compare(logits, arguments, device, exact=normalizer == "given")
 
 
 @pytest.mark.gpu
