@@ -57,6 +57,9 @@ CASES = (
     Case(16, 512, 1024, t=0),
     Case(16, 512, 1024, page_size=128),
     Case(4, 256, 1024, HQ=16, HKV=8, D=128),
+    Case(1, 256, 5000, HQ=16, HKV=8, D=128),
+    Case(1, 5000, 2500, HQ=16, HKV=8, D=128),
+    Case(1, 5000, 5000, HQ=16, HKV=8, D=128),
 )
 
 
@@ -120,7 +123,7 @@ def matrix_rate() -> float:
 RUNS = {"hopper": beam_attention_hopper, "triton": beam_attention_triton}
 
 
-def measure(case: Case, arm: str, splits: int, rate: float, out: Path | None) -> None:
+def measure(case: Case, arm: str, splits: int, rate: float, out: Path | None, commit: str | None) -> None:
     """Check a case, then time it and append its line of results; `splits` 0 lets the wrapper choose."""
     floor = case.flop / rate * 1e6
     error = None
@@ -137,6 +140,7 @@ def measure(case: Case, arm: str, splits: int, rate: float, out: Path | None) ->
     append_result(
         "attention", arm=label, case=asdict(case), metric="time", unit="us", value=value,
         spread=[min(times), max(times)], floor=floor, out=out, error=error,
+        commit=commit,
     )  # fmt: skip
     print(f"{label:16s} {case}  {value:7.1f} us  {value / floor:5.2f} x floor  error {error}", flush=True)
 
@@ -150,6 +154,7 @@ def main() -> None:
     parser.add_argument(
         "--splits", type=int, nargs="*", default=[0], help="pieces of the prompt to try; 0: chosen"
     )
+    parser.add_argument("--commit", help="the commit that is measured, where there is no checkout")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--check-only", action="store_true", help="time nothing")
     parser.add_argument(
@@ -174,7 +179,7 @@ def main() -> None:
         for arm in options.arms:
             for splits in options.splits if arm != "torch" else [0]:
                 try:
-                    measure(CASES[number], arm, splits, rate, options.out)
+                    measure(CASES[number], arm, splits, rate, options.out, options.commit)
                 except Exception as error:  # the other cases are still worth their time on the GPU
                     failures.add(f"{arm} {CASES[number]}", repr(error))
     failures.exit()

@@ -11,14 +11,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from onela.ops.attention._decode_hopper_kernel import beam_attention_hopper_kernel
-from onela.ops.attention.decode import beam_attention_triton, check_attention, choose_splits, merge_splits
+from onela.ops.attention.decode import check_attention, choose_splits, merge_splits, multiprocessors
 
 BLOCK_M = 128
 BLOCK_N = 64
-NUM_WARPS = 8
-HEAD_SIZES = (64, 128, 256)
-# Gathered units of 64 keys that a program lists: what shared memory leaves room for at the largest head.
-MAX_EXTRA = 10
+# By head size: stages of 64 keys, columns of q that are held in registers, registers of a thread that computes, and
+# of one that loads.
+LAUNCH = {64: (8, 64, 200, 104), 128: (8, 128, 200, 104), 256: (5, 0, 224, 56)}
 
 
 def supports(q: Tensor, k_cache: Tensor, records_k: Tensor) -> bool:
@@ -27,7 +26,9 @@ def supports(q: Tensor, k_cache: Tensor, records_k: Tensor) -> bool:
         q.is_cuda
         and torch.cuda.get_device_capability(q.device)[0] == 9
         and q.dtype in (torch.bfloat16, torch.float16)
-        and q.shape[-1] in HEAD_SIZES
+        and q.shape[-1] in LAUNCH
+        and q.data_ptr() % 16 == 0
+        and q.stride(0) % 8 == 0
         and k_cache.shape[1] >= BLOCK_N
         and k_cache.shape[1] & (k_cache.shape[1] - 1) == 0
         and k_cache.shape[0] > 0
@@ -54,10 +55,7 @@ def beam_attention_hopper(
     scale: float | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    """`beam_attention_triton` for Hopper, where `supports` says so. Same arguments, contract and errors.
-
-    Trees so deep that the beams' own keys fill more than ten units of a tile go to `beam_attention_triton`.
-    """
+    """`beam_attention_triton` for Hopper, where `supports` says so. Same arguments, contract and errors."""
     check_attention(
         q, k, v, k_cache, v_cache, page_table, records_k, records_v, slots, ancestors, cu_rows, prompts, depths
     )  # fmt: skip
@@ -67,14 +65,9 @@ def beam_attention_hopper(
     o = torch.empty(N, HQ, D, dtype=q.dtype, device=q.device)
     if N == 0 or B == 0:
         return o.zero_()
-    own = BLOCK_M // G if BLOCK_M % G == 0 else (BLOCK_M - 1) // G + 2
-    extra = triton.cdiv((ancestors.shape[1] + 1) * own + BLOCK_N - 1, BLOCK_N)
-    if extra > MAX_EXTRA:
-        return beam_attention_triton(
-            q, k, v, k_cache=k_cache, v_cache=v_cache, page_table=page_table, prompt_lens=prompt_lens,
-            records_k=records_k, records_v=records_v, slots=slots, ancestors=ancestors, cu_rows=cu_rows,
-            prompts=prompts, depths=depths, scale=scale, splits=splits,
-        )  # fmt: skip
+    # Beams that a warpgroup's 64 rows may belong to.
+    rows = BLOCK_M // 2
+    own = rows // G if rows % G == 0 else (rows - 1) // G + 2
     if splits is None:
         units = page_table.shape[1] * page_size // BLOCK_N
         splits = choose_splits(triton.cdiv(N * G, BLOCK_M) * HKV, units, q.device)
@@ -85,13 +78,21 @@ def beam_attention_hopper(
         TensorDescriptor.from_tensor(cache.view(-1, HKV * D), [BLOCK_N, D], layout)
         for cache in (k_cache, v_cache)
     )
+    q_desc = None
+    if rows % G == 0:
+        # Rows past the last come as zeros.
+        boxes = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+        q_desc = TensorDescriptor(q, [N, HQ, D], [q.stride(0), D, 1], [rows // G, G, D], boxes)
     scale = D**-0.5 if scale is None else scale
-    beam_attention_hopper_kernel[(N * G // BLOCK_M + B, HKV, splits)](
-        q, k, v, k_desc, v_desc, k_cache, v_cache, page_table, prompt_lens, records_k, records_v, slots,
-        ancestors, cu_rows, prompts, depths, o if part_o is None else part_o, part_lse, q.stride(0),
-        k.stride(0), v.stride(0), page_table.stride(0), ancestors.stride(0), scale * math.log2(math.e), N, B,
-        HKV=HKV, G=G, D=D, PAGE=page_size, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, OWN=own, EXTRA=extra,
-        SPLITS=splits, BLOCK_B=max(32, triton.next_power_of_2(B)), num_warps=NUM_WARPS,
+    stages, held, registers, loader_registers = LAUNCH[D]
+    programs = min(multiprocessors(q.device), (N * G // BLOCK_M + B) * HKV * splits)
+    beam_attention_hopper_kernel[(programs,)](
+        q, q_desc, k, v, k_desc, v_desc, v_cache, page_table, prompt_lens, records_k, records_v, slots, ancestors,
+        cu_rows, prompts, depths, o if part_o is None else part_o, part_lse, q.stride(0), k.stride(0),
+        v.stride(0), page_table.stride(0), ancestors.stride(0), scale * math.log2(math.e), N, B,
+        HKV=HKV, G=G, D=D, PAGE=page_size, OWN=own, SPLITS=splits, STAGES=stages,
+        BLOCK_B=max(32, triton.next_power_of_2(B)), HELD=held, REGISTERS=registers,
+        LOADER_REGISTERS=loader_registers, num_warps=4,
     )  # fmt: skip
     if part_o is not None:
         merge_splits(part_o, part_lse, o, cu_rows)

@@ -174,6 +174,8 @@ HOPPER_CASES = {
     "pages of 128, heads of 128": Sizes((40, 0, 129), (127, 3, 515), (1, 0, 5), HQ=8, D=128, page_size=128),
     "three heads a group, heads of 64": Sizes((9, 60), (640, 63), (4, 1), HQ=6, D=64, page_size=64),
     "no prompt": Sizes((5,), (0,), (0,), HQ=4, D=256, page_size=64),
+    "many tiles, deep": Sizes((300, 1, 150), (1000, 70, 130), (6, 1, 3), HQ=8, D=256, page_size=64, extra=3),
+    "eight heads a group": Sizes((90, 33), (300, 64), (2, 6), HQ=8, HKV=1, D=128, page_size=64),
     "one head a group, one not served": Sizes(
         (200, 4), (129, 64), (3, 2), HQ=2, D=128, page_size=64, served=False
     ),
