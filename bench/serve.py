@@ -279,9 +279,12 @@ def run_load(arguments: argparse.Namespace) -> None:
     clients = Clients(arguments.client_processes)
     runs: list[tuple[str, float, float, Traffic]] = []
     try:
-        for cached in arguments.cached:
-            rates = arguments.cached_rates if cached and arguments.cached_rates else arguments.rates
-            for number, rate in enumerate(rates if arguments.concurrency is None else [0.0]):
+        for number in range(max(len(arguments.rates), len(arguments.cached_rates or ()))):
+            for cached in arguments.cached:
+                rates = arguments.cached_rates if cached and arguments.cached_rates else arguments.rates
+                if number >= (1 if arguments.concurrency is not None else len(rates)):
+                    continue
+                rate = 0.0 if arguments.concurrency is not None else rates[number]
                 count = arguments.count or max(20, int(rate * arguments.seconds))
                 traffic = make_traffic(arguments, count, 1 + len(runs), cached)
                 clients.prepare(f"{cached} {number}", traffic.shares)

@@ -144,7 +144,7 @@ class EligibilityIndex:
                     names = {"str": "strings", "int": "integers"}
                     raise RequestError(field, f"the catalogue's ids are {names[kind]}", value=item_id)
         items = self.catalog.find_many(item_ids)
-        return np.unique(items[items >= 0])
+        return _runs(np.sort(items[items >= 0]))[0]
 
     def _base(self, filter: Filter) -> EligibleBase:
         with self._lock:
@@ -187,11 +187,11 @@ class EligibilityIndex:
     def _without(self, base: EligibleBase, excluded: np.ndarray) -> Eligibility:
         """The base less some of its items. `excluded` is distinct and inside the base."""
         trie, offsets = self.catalog.trie, self.catalog.item_offsets
-        leaves, lost = np.unique(_owner(offsets, excluded), return_counts=True)
+        leaves, lost = _runs(_owner(offsets, excluded))
         nodes = leaves[lost == _counts(offsets, base.items, leaves)]
         closed = [nodes]
         for level in reversed(range(1, self.num_levels)):
-            parents, lost = np.unique(_owner(trie.offsets[level], nodes), return_counts=True)
+            parents, lost = _runs(_owner(trie.offsets[level], nodes))
             if base.num_children is None:
                 children = trie.offsets[level][parents + 1] - trie.offsets[level][parents]
             else:
@@ -205,10 +205,10 @@ class EligibilityIndex:
     def _only(self, allowed: np.ndarray) -> Eligibility:
         """Some items and nothing else."""
         trie = self.catalog.trie
-        nodes = np.unique(_owner(self.catalog.item_offsets, allowed))
+        nodes = _runs(_owner(self.catalog.item_offsets, allowed))[0]
         opened = [nodes]
         for level in reversed(range(1, self.num_levels)):
-            nodes = np.unique(_owner(trie.offsets[level], nodes))
+            nodes = _runs(_owner(trie.offsets[level], nodes))[0]
             opened.append(nodes)
         opened.reverse()
         num_nodes = tuple(len(nodes) for nodes in opened)
@@ -223,6 +223,12 @@ class EligibilityIndex:
         # Nodes ascend level by level, and so do their words.
         first = np.flatnonzero(np.diff(place, prepend=-1))
         return place[first], np.bitwise_or.reduceat(bit, first)
+
+
+def _runs(ascending: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The distinct values of an ascending array, and how often each is there."""
+    starts = np.flatnonzero(np.concatenate([[True], ascending[1:] != ascending[:-1]])[: len(ascending)])
+    return ascending[starts], np.diff(starts, append=len(ascending))
 
 
 def _owner(offsets: np.ndarray, members: np.ndarray) -> np.ndarray:
