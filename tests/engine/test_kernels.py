@@ -23,6 +23,7 @@ from onela.ops.gated_delta.replay_ssm import replay_ssm_step_triton
 from onela.ops.norm.kernels import (
     gated_rms_norm_triton,
     rms_norm_triton,
+    rotary_triton,
     sigmoid_gate_triton,
     swiglu_triton,
 )
@@ -65,7 +66,7 @@ KERNELS: list[tuple[Any, str, Any]] = [
     (layers, "sigmoid_gate", sigmoid_gate_triton),
     (layers, "swiglu", swiglu_triton),
     (layers, "gated_rms_norm", gated_rms_norm_triton),
-    (layers, "gated_delta_gates", gated_delta_gates_triton),
+    (layers, "rotary", rotary_triton),
     (layers, "beam_attention", beam_attention_triton),
     (backends, "gated_rms_norm", gated_rms_norm_triton),
     (backends, "gated_delta_gates", gated_delta_gates_triton),
