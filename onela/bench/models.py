@@ -100,7 +100,7 @@ def matrix_products(model: CausalLM, rows: int) -> Callable[[], Any]:
         if isinstance(mlp, MLP):
             matrices += [mlp.fused, mlp.down_proj.weight]
         products += [
-            (torch.randn(rows, matrix.shape[1]).to(weight), matrix)
+            (torch.randn(rows, matrix.shape[1], device=weight.device).to(weight.dtype), matrix)
             for matrix in matrices
             if isinstance(matrix, Weight)
         ]

@@ -259,14 +259,15 @@ def workspace_bytes(model: ServedModel, request: RequestSize, num_requests: int)
         num_requests: requests that decode at a time; at most `max_batch_rows` of their beams share a forward, but
             requests before one level are selected together with them alone.
     Returns:
-        Bytes of `weights`, `activations` (of the larger of a decode forward and a prefill, and of the captured
-        forwards' pool), `logits` (fp32, and half as much again for what selection keeps of them) and `runtime`.
+        Bytes of `weights`, `activations` (of a decode forward and of a prefill, whose chunks need as much again; both
+        once as they are launched and once in the pools of the captured forwards), `logits` (fp32, and half as much
+        again for what selection keeps of them) and `runtime`.
     """
     rows = max(request.num_rows, min(num_requests * request.num_rows, model.max_batch_rows))
     tokens = min(num_requests * request.prompt_tokens, model.max_batch_tokens)
     return {
         "weights": model.weight_bytes,
-        "activations": (max(rows, tokens) + rows) * model.row_bytes,
+        "activations": 2 * (rows + 2 * tokens) * model.row_bytes,
         "logits": rows * model.num_codes * FP32_BYTES * 3 // 2,
         "runtime": RUNTIME_BYTES,
     }
