@@ -258,8 +258,9 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
     return {f"p{q}": float(np.percentile(values, q)) for q in (50, 95, 99)} if values else {}
 
 
-def check_cache(url: str, traffic: Traffic) -> None:
+def check_cache(url: str, traffic: Traffic, failures: Failures) -> None:
     """A hit answers as a cold run does, but for roundings: most items are the same."""
+    shares = []
     with httpx.Client(base_url=url, timeout=120) as client:
         for description in [body for share in traffic.shares for body in share][:4]:
             body = encode_body(description)
@@ -269,8 +270,10 @@ def check_cache(url: str, traffic: Traffic) -> None:
                 response = client.post("/v1/recommend", content=body, headers=headers)
                 response.raise_for_status()
                 sids.append({tuple(item["sid"]) for item in response.json()["items"]})
-            if len(sids[0] & sids[1]) < 0.7 * len(sids[0]):
-                raise RuntimeError("a cached prompt gives other items than a cold one")
+            shares.append(len(sids[0] & sids[1]) / len(sids[0]))
+    print(f"share of items that cold and cached runs have in common: {min(shares):.2f} to {max(shares):.2f}")
+    if min(shares) < 0.6:
+        failures.add("cache", f"a cached prompt has only {min(shares):.2f} of a cold one's items")
 
 
 def run_load(arguments: argparse.Namespace) -> None:
@@ -329,7 +332,7 @@ def measure(
             warmed.add(cached)
             spare = make_traffic(arguments, arguments.warm, 900 + len(warmed), cached)
             if arguments.cache_bytes and not cached:
-                check_cache(url, spare)
+                check_cache(url, spare, failures)
             if spare.first:
                 ask_all([spare.first[i::senders] for i in range(senders)], 32)
             ask_all(spare.shares, 24)
