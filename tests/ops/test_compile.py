@@ -14,6 +14,7 @@ from tests.ops.compile_only import ROOT, Job, resources_of_all
 BF16 = "*bf16"
 ROW = {"D": 256, "BLOCK_R": 16, "BLOCK_D": 256}
 PREFILL_INDEX = dict.fromkeys(("p_cu_seqlens", "p_prompts", "p_cached_lens"), "*i32")
+PARTS = dict.fromkeys(("p_part_o", "p_part_m", "p_part_l"), "*fp32")
 PAGES = {"SIZE": 512, "BLOCK_R": 16, "BLOCK_D": 512}
 FLOAT8 = {"p_o": "*fp8e4nv", "p_scales": "*fp32"}
 FLOAT8_ROW = {"LARGEST": 448.0, "BLOCK_D": 4096}
@@ -55,6 +56,12 @@ KERNELS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "gather_pages_kernel": (
         "attention._prefill_kernel", 4, {"p_key_pages": "*i32"}, PAGES | {"PAGE": 64}
     ),
+    "last_row_kernel": (
+        "attention._prefill_kernel", 4, PARTS | {"p_cu_keys": "*i32", "scale_log2": "fp32"},
+        {"HKV": 2, "G": 4, "D": 256, "STEP": 1, "SPLITS": 32, "BLOCK_G": 16, "BLOCK_N": 64, "BLOCK_D": 256}
+        | {"UPCAST": False},
+    ),
+    "merge_parts_kernel": ("attention._prefill_kernel", 4, PARTS, {"D": 256, "SPLITS": 32, "BLOCK_D": 256}),
     "quantize_rows_kernel": ("linear.kernels", 8, FLOAT8, FLOAT8_ROW),
     "rms_norm_float8_kernel": (
         "linear.kernels", 8, FLOAT8 | {"eps": "fp32"}, FLOAT8_ROW | {"CENTERED": True, "RESIDUAL": True}
