@@ -32,15 +32,16 @@ def takes(K: int, V: int, device: torch.device) -> bool:
     return K == V and K in (32, 64, 128) and has_wgmma(device)
 
 
-def choose_config(num_heads: int, V: int, device: torch.device) -> ChunkConfig:
+def choose_config(num_heads: int, V: int, cached: bool, device: torch.device) -> ChunkConfig:
     """How to cut the work of `num_heads` heads, those of all prompts together.
 
     Wide programs read a chunk's rows fewer times, which is what they wait for; narrow ones are more, for few heads.
+    Where a prompt goes on from a state (`cached`), what is new is short, and a third stage buys nothing.
     """
     if V < 128:
         return ChunkConfig(block_v=16)
     if 4 * num_heads <= multiprocessors(device):
-        return ChunkConfig(block_v=32, stages=3)
+        return ChunkConfig(block_v=32, stages=2 if cached else 3)
     return ChunkConfig(block_v=64)
 
 
@@ -71,7 +72,9 @@ def chunk_rule_triton(
     Numerics: fp32 sums of 16-bit operands; the state stays fp32 from chunk to chunk, and is rounded where it is
         multiplied; deterministic.
     """
-    config = config or choose_config(tables.num_prompts * v.shape[1], v.shape[2], q.device)
+    config = config or choose_config(
+        tables.num_prompts * v.shape[1], v.shape[2], tables.num_keys > 0, q.device
+    )
     T, H, K = q.shape
     HV, V = v.shape[1:]
     w, u, p = q.new_empty(T, HV, K), torch.empty_like(v), q.new_empty(T, HV, CHUNK)
