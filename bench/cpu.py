@@ -122,6 +122,10 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=5, help="timed runs of each of OneLA's backends")
     parser.add_argument("--hf-samples", type=int, default=1, help="timed runs of transformers")
     parser.add_argument("--no-transformers", action="store_true")
+    parser.add_argument(
+        "--arms", nargs="+", default=[name for name, _ in VARIANTS], help="of OneLA's backends"
+    )
+    parser.add_argument("--dtype", default="float32", help="bfloat16: matrix products on AMX, where there is")
     parser.add_argument("--out", type=Path, default=None, help="file for the JSON lines")
     options = parser.parse_args()
     logging.set_verbosity_error()
@@ -132,8 +136,10 @@ def main() -> None:
         model = save_model(Path(directory))
         engine = Engine.from_pretrained(directory, vocabulary=vocabulary(), device="cpu")
         engines = {
-            name: Engine.from_pretrained(directory, vocabulary=vocabulary(), device="cpu", **choice)
-            for name, choice in VARIANTS
+            name: Engine.from_pretrained(
+                directory, vocabulary=vocabulary(), device="cpu", dtype=options.dtype, **dict(VARIANTS)[name]
+            )
+            for name in options.arms
         }
     check(engine, model, prompt)
     parameters = sum(p.numel() for p in model.parameters())
@@ -150,6 +156,7 @@ def main() -> None:
         }
         if not options.no_transformers:
             arms["transformers"] = (partial(hf_generate, model, prompt, beams), options.hf_samples)
+        case = {"beam_width": beams, "prompt": options.prompt, "O": LEVELS, "parameters": parameters}
         reference = 0.0
         for arm, (run, samples) in arms.items():
             times = seconds(run, samples)
@@ -158,16 +165,21 @@ def main() -> None:
             append_result(
                 "cpu",
                 arm=arm,
-                case={"beam_width": beams, "prompt": options.prompt, "O": LEVELS, "parameters": parameters},
+                case=case | ({"dtype": options.dtype} if options.dtype != "float32" else {}),
                 metric="request_time",
                 unit="s",
                 value=median,
                 spread=[min(times), max(times)],
                 out=options.out,
-                ratio_to_replay=median / reference,
+                ratio_to_replay=median / reference if reference else None,
                 threads=torch.get_num_threads(),
             )
-            cells = (f"{median:.3f}", f"{min(times):.3f}", f"{max(times):.3f}", f"{median / reference:.1f}x")
+            cells = (
+                f"{median:.3f}",
+                f"{min(times):.3f}",
+                f"{max(times):.3f}",
+                f"{median / (reference or median):.1f}x",
+            )
             table.add_row(str(beams), arm, *cells)
     Console().print(table)
 
