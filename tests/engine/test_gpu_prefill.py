@@ -130,7 +130,8 @@ def test_padding_changes_nothing_and_one_graph_serves_other_prompts(name: str) -
 
 def test_prompts_beside_the_batch_keep_their_states() -> None:
     _, engine = pair("hybrid")
-    admit(engine, (900,) * 6)
+    # The pools grow now: a reallocation throws graphs away, and waits for that.
+    admit(engine, (900,) * 12)
     kept = admit(engine, (70, 50), seed=1)
     last_rows(engine, kept)
     prompts = engine.state.prompts
@@ -176,7 +177,8 @@ def test_a_budget_cuts_prompts_and_the_items_stay() -> None:
 
 def test_nothing_waits_for_the_device() -> None:
     _, engine = pair("hybrid")
-    admit(engine, (900,) * 6)
+    # The pools grow now: a reallocation throws graphs away, and waits for that.
+    admit(engine, (900,) * 12)
     last_rows(engine, admit(engine, (70, 50)))
     active = admit(engine, (71, 40), seed=5)
     with torch.inference_mode(), waiting_is_an_error():
