@@ -13,10 +13,15 @@ imported.
 
 from __future__ import annotations
 
+import os
+import sys
+
+if not __package__:  # bench/operator.py would hide the standard library's
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
 import asyncio
 import json
 import random
-import sys
 import time
 from collections import deque
 from typing import Any

@@ -12,10 +12,15 @@ spent on timing alone:
 
 from __future__ import annotations
 
+import os
+import sys
+
+if not __package__:  # bench/operator.py would hide the standard library's
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
 import argparse
 import multiprocessing
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -24,8 +29,6 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 

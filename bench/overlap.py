@@ -11,18 +11,21 @@ so two honest bfloat16 runs differ; what `transformers` loses against its own fl
 
 from __future__ import annotations
 
+import os
+import sys
+
+if not __package__:  # bench/operator.py would hide the standard library's
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
 import argparse
 import copy
 import gc
 import json
 import statistics
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import transformers
@@ -101,7 +104,7 @@ def write_random(path: Path, *, tiny: bool) -> SidVocabulary:
     return SidVocabulary.from_token_ids([range(start, start + codebook) for start in starts])
 
 
-def demo_prompts(checkpoint: Path, count: int) -> list[list[int]]:
+def demo_prompts(count: int) -> list[list[int]]:
     """What users of the demo's test split have watched, as the demo writes its prompts."""
     from examples.movielens.checkpoint import load_weights
     from examples.movielens.data import load_movielens, split
@@ -134,7 +137,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         if args.model == "demo":
             path, vocabulary = args.checkpoint, None
-            prompts = demo_prompts(path, args.prompts)
+            prompts = demo_prompts(args.prompts)
         else:
             path = Path(folder)
             vocabulary = write_random(path, tiny=args.tiny)

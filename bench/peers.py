@@ -17,18 +17,21 @@ No code of theirs is here. What is timed, by package and function:
 
 from __future__ import annotations
 
+import os
+import sys
+
+if not __package__:  # bench/operator.py would hide the standard library's
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
 import argparse
 import importlib
 import importlib.metadata
 import statistics
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from torch import Tensor

@@ -5,6 +5,12 @@ python -m bench.plots
 
 from __future__ import annotations
 
+import os
+import sys
+
+if not __package__:  # bench/operator.py would hide the standard library's
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
 from pathlib import Path
 from typing import Any
 

@@ -9,13 +9,18 @@ the first token is chosen, on the GPU's clock: forwards, selections, and what li
 
 from __future__ import annotations
 
+import os
+import sys
+
+if not __package__:  # bench/operator.py would hide the standard library's
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
 import argparse
 import cProfile
 import gc
 import io
 import pstats
 import statistics
-import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -23,8 +28,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 import torch

@@ -10,10 +10,15 @@ replaces an earlier one. The first marker may go on: `arms=a,b` and `KEY=VALUE` 
 
 from __future__ import annotations
 
+import os
+import sys
+
+if not __package__:  # bench/operator.py would hide the standard library's
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
 import argparse
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 

@@ -7,17 +7,20 @@ Cuts are compiled by several processes first, so that a run is spent on timing.
 
 from __future__ import annotations
 
+import os
+import sys
+
+if not __package__:  # bench/operator.py would hide the standard library's
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
 import argparse
 import itertools
 import multiprocessing
 import statistics
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import lru_cache, partial
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ import bench.capacity
 import bench.decode
 from bench.common import Failures
 
+ROOT = Path(__file__).parent.parent.parent
 TINY = ["--device", "cpu", "--tiny", "--dtype", "float32", "--no-gate", "--requests", "2", "--width", "8"]
 SIZES = ["--prompts", "20", "--tokens", "2", "--codebook", "32"]
 
@@ -34,6 +38,34 @@ def test_a_lost_arm_ends_in_an_exit_code(monkeypatch: pytest.MonkeyPatch, tmp_pa
         run(monkeypatch, tmp_path / "lines.jsonl", "replay", "no_such_arm")
     arms = {json.loads(line)["arm"] for line in (tmp_path / "lines.jsonl").read_text().splitlines()}
     assert arms == {"replay"}
+
+
+GUARD = """import os
+import sys
+
+if not __package__:  # bench/operator.py would hide the standard library's
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+"""
+
+
+def test_every_script_leaves_its_own_folder_before_it_imports_anything() -> None:
+    scripts = [path for path in (ROOT / "bench").glob("*.py") if "__main__" in path.read_text()]
+    assert len(scripts) > 20
+    for path in scripts:
+        before, _, after = path.read_text().partition(GUARD)
+        assert after, f"{path.name} lacks the lines"
+        imports = re.findall(r"^(?:import \w.*|from \S+ import .*)", before, re.MULTILINE)
+        assert imports == ["from __future__ import annotations"], path.name
+
+
+def test_a_script_starts_where_nothing_has_loaded_the_standard_librarys_operator(tmp_path: Path) -> None:
+    script = tmp_path / "bench" / "script.py"
+    script.parent.mkdir()
+    script.with_name("operator.py").write_text("raise ImportError('hidden')\n")
+    script.write_text(f"{GUARD}\nimport argparse\n\nprint(sys.path[0])\n")
+    # Without `site`, which may load half of the standard library before the script begins.
+    done = subprocess.run([sys.executable, "-S", str(script)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, str(tmp_path)), done.stderr
 
 
 def test_failures_are_said_once_each(capsys: pytest.CaptureFixture[str]) -> None:

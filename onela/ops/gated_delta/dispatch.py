@@ -231,7 +231,7 @@ def gated_delta_layer_prefill(
     cached_lens: Tensor,
     tables: PrefillTables | None = None,
 ) -> Tensor:
-    """`gated_delta_layer_prefill_ref`; with tables on a GPU, 16-bit rows and fla-core, by its chunked kernels.
+    """`gated_delta_layer_prefill_ref`; with tables on a GPU and 16-bit rows, by chunked kernels.
 
     Args, Returns, Writes: as in `gated_delta_layer_prefill_ref`.
     Padding: with tables, the tokens behind the last prompt are computed and go nowhere.
