@@ -164,7 +164,8 @@ def test_capacity_says_how_many_requests_fit(files: dict[str, str]) -> None:
     for line in fits.values():
         assert line["memory_bytes"] == 3 << 29
         used = sum(line["parts"].values())
-        assert used <= line["memory_bytes"] < used + line["request_bytes"]
+        # `request_bytes` is what the pools hold of one; the workspace grows with the requests too.
+        assert used <= line["memory_bytes"] < used + 2 * line["request_bytes"]
         assert line["limits"]["max_prompts"] == line["num_requests"]
     assert "fit into 2.0 GiB" in run(*given, "--memory", "2GB").stdout
     assert "a size such as 139GiB" in run(*given, "--memory", "much", code=2).stderr
