@@ -712,6 +712,9 @@ def main() -> None:
         "--replicas", type=int, default=0, help="faults: of `onela serve --replicas`; 0: without"
     )
     parser.add_argument(
+        "--gpus-per-replica", type=float, default=0, help="faults: of `onela serve`; 0: replicas on the CPU"
+    )
+    parser.add_argument(
         "--kill-every", type=float, default=20, help="faults: seconds between killed replicas"
     )
     parser.add_argument("--cache-bytes", type=int, default=0)

@@ -42,7 +42,8 @@ class EngineConfig:
     )
     recurrent_backend: RecurrentBackendOption = _option(
         "replay",
-        "how the beams' recurrent states are held; auto: replay, or full states where SIDs are so long that these pay",
+        "replay, full_state, replay_ssm, records_moved, or auto: replay, or full states where SIDs are so long "
+        "that these pay",
     )
     fused_layer_step: bool = _option(
         True, "replay: run a Gated DeltaNet layer's step fused; false: one launch per part, to compare"

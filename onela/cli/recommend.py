@@ -59,7 +59,7 @@ def recommend(
     dtype: DtypeOption = None,
     quantization: QuantizationOption = None,
     recurrent_backend: Annotated[
-        str | None, typer.Option(help="replay, full_state, replay_ssm or auto.")
+        str | None, typer.Option(help="replay, full_state, replay_ssm, records_moved or auto.")
     ] = None,
     forced_prefix: ForcedPrefixOption = None,
     chat_template: ChatTemplateOption = False,

@@ -38,7 +38,7 @@ def serve(
     dtype: DtypeOption = None,
     quantization: QuantizationOption = None,
     recurrent_backend: Annotated[
-        str | None, typer.Option(help="replay, full_state, replay_ssm or auto.")
+        str | None, typer.Option(help="replay, full_state, replay_ssm, records_moved or auto.")
     ] = None,
     max_waiting: Annotated[int | None, typer.Option(help="Most requests that may wait.")] = None,
     max_batch_tokens: Annotated[int | None, typer.Option(help="Most prompt tokens in one step.")] = None,

@@ -349,9 +349,8 @@ class ItemCatalog:
         """The items of many ids, [M] int64; -1 where there is none. No Python per id but for hash collisions."""
         keys, column = self._parts.id_keys, self._parts.columns.ids
         if column.kind == "int" and set(map(type, item_ids)) == {int}:
-            with contextlib.suppress(
-                OverflowError
-            ):  # one beyond 64 bits: found below to be none of the catalogue's
+            # One beyond 64 bits is found below to be none of the catalogue's.
+            with contextlib.suppress(OverflowError):
                 numbers = np.array(item_ids, dtype=np.int64)
                 place = _find_sorted(keys, numbers)
                 return np.where(keys[place] == numbers, self._parts.id_rows[place], -1).astype(np.int64)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import json
 import re
 import subprocess
@@ -15,8 +17,13 @@ import bench.decode
 from bench.common import Failures
 
 ROOT = Path(__file__).parent.parent.parent
+SCRIPTS = sorted(path for path in (ROOT / "bench").glob("*.py") if "__main__" in path.read_text())
 TINY = ["--device", "cpu", "--tiny", "--dtype", "float32", "--no-gate", "--requests", "2", "--width", "8"]
 SIZES = ["--prompts", "20", "--tokens", "2", "--codebook", "32"]
+
+
+class ParserError(Exception):
+    """Raised with a script's parser, in the place of reading a command line."""
 
 
 def run(monkeypatch: pytest.MonkeyPatch, path: Path, *arms: str) -> None:
@@ -49,13 +56,27 @@ if not __package__:  # bench/operator.py would hide the standard library's
 
 
 def test_every_script_leaves_its_own_folder_before_it_imports_anything() -> None:
-    scripts = [path for path in (ROOT / "bench").glob("*.py") if "__main__" in path.read_text()]
-    assert len(scripts) > 20
-    for path in scripts:
+    assert len(SCRIPTS) > 20
+    for path in SCRIPTS:
         before, _, after = path.read_text().partition(GUARD)
         assert after, f"{path.name} lacks the lines"
         imports = re.findall(r"^(?:import \w.*|from \S+ import .*)", before, re.MULTILINE)
         assert imports == ["from __future__ import annotations"], path.name
+
+
+@pytest.mark.parametrize("name", [path.stem for path in SCRIPTS if "parse_args()" in path.read_text()])
+def test_every_option_that_a_script_reads_exists(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(parser: argparse.ArgumentParser) -> None:
+        raise ParserError(parser)
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
+    with pytest.raises(ParserError) as made:
+        importlib.import_module(f"bench.{name}").main()
+    options = {action.dest for action in made.value.args[0]._actions}
+    source = (ROOT / "bench" / f"{name}.py").read_text()
+    read = set(re.findall(r"(?<![\w.])(?:args|arguments)\.([a-z]\w*)\b(?!\()", source))
+    read -= set(re.findall(r"(?<![\w.])(?:args|arguments)\.([a-z]\w*) = ", source))
+    assert read <= options, f"{name}.py has no option for {read - options}"
 
 
 def test_a_script_starts_where_nothing_has_loaded_the_standard_librarys_operator(tmp_path: Path) -> None:
