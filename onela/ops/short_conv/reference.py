@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -56,10 +54,12 @@ def short_conv_prefill(
     if x.shape[0] == 0:
         return torch.empty_like(x), final_state
     dtype = compute_dtype(x)
-    # cuDNN would round fp32 to tf32.
-    native = torch.backends.cudnn.flags(enabled=False) if x.is_cuda else contextlib.nullcontext()
-    with native:
-        out = F.conv1d(joined.t()[None].to(dtype), weight[:, None].to(dtype), groups=conv_dim)[0].t()
+    # One product per tap: on a CPU `conv1d` compiles code for every length that comes, and keeps a lot of it.
+    inputs, taps = joined.to(dtype), weight.to(dtype)
+    num_windows = len(joined) - tail
+    out = inputs[:num_windows] * taps[:, 0]
+    for tap in range(1, kernel_size):
+        out.addcmul_(inputs[tap : tap + num_windows], taps[:, tap])
     keep = torch.cat([torch.arange(bounds[n], bounds[n + 1]) + tail * n for n in range(num_sequences)])
     return F.silu(out[to_device(keep, out.device)]).to(x.dtype), final_state
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -60,3 +62,27 @@ def test_a_step_equals_the_path_of_its_beam(widths: list[list[int]], kernel_size
         expected = whole(inputs[path], weight, conv_state[tree.request_of[row]])[-1]
         torch.testing.assert_close(y[row], expected, **EXACT_FP64)
         assert torch.equal(records[path[-1]], x[row])
+
+
+class _Heap(ctypes.Structure):
+    """What `mallinfo2` returns."""
+
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
+
+
+def test_nothing_is_kept_for_a_length_that_has_been() -> None:
+    mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo is None:
+        pytest.skip("the C library does not say what is allocated")
+    mallinfo.restype = _Heap
+    weight = torch.randn(256, 4)
+
+    def run(lengths: range) -> None:
+        for length in lengths:
+            short_conv_prefill(torch.zeros(length, 256), weight, cu_seqlens=torch.tensor([0, length]))
+
+    run(range(150, 160))
+    before = mallinfo().uordblks
+    run(range(8, 150))
+    assert mallinfo().uordblks - before < 1 << 20
