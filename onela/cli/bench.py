@@ -17,6 +17,7 @@ from onela.bench.page import make_page
 from onela.bench.results import latest_lines
 from onela.bench.suite import FULL, QUICK, SMALL, Recorder, Suite, read_values, run_suite
 from onela.cli.common import QuantizationOption
+from onela.decoding.params import MAX_TOKENS
 from onela.engine.engine import resolve_device
 from onela.errors import CheckpointError, ConfigError, UnavailableError
 from onela.models import CausalLM, load_model
@@ -48,7 +49,7 @@ def bench(
         list[str] | None, typer.Option(help="Requests x beams, such as 4x256; may be repeated.")
     ] = None,
     prompt: Annotated[list[int] | None, typer.Option(help="Tokens of a prompt; may be repeated.")] = None,
-    tokens: Annotated[int | None, typer.Option(min=2, help="Tokens of a SID.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=2, max=MAX_TOKENS, help="Tokens of a SID.")] = None,
     codebook: Annotated[int | None, typer.Option(min=1, help="Codes of a level.")] = None,
     device: Annotated[str, typer.Option(help="cuda, cuda:N, or cpu: a tiny version.")] = "cuda",
     quantization: QuantizationOption = None,
@@ -74,15 +75,16 @@ def bench(
     if plots:
         pyplot()  # what is missing is said before anything is measured
     suite = choose_suite(place, full, arms, shape, prompt, tokens, codebook)
+    if model is not None and not model.is_dir():
+        raise CheckpointError(f"{model}: no such directory")
+    page, results = make_directory(out), out / "results.jsonl"
+    results.unlink(missing_ok=True)
     decoder, name = choose_model(model, place)
     weights = module_bytes(decoder, decoder.lm_head.weight.dtype, quantization or "none")
     weights += suite.tokens * suite.codebook * decoder.lm_head.weight[0].nbytes
     if quantization == "fp8":
         decoder.quantize()
         name += ", fp8"
-    page, results = out / "report.html", out / "results.jsonl"
-    out.mkdir(parents=True, exist_ok=True)
-    results.unlink(missing_ok=True)
     recorder = Recorder(results, command_line(model, suite, full, device, quantization), typer.echo)
     memory = torch.cuda.mem_get_info(place)[1] if place.type == "cuda" else None
     run_suite(decoder, name, suite, recorder, weight_bytes=weights, memory=memory)
@@ -103,14 +105,26 @@ def write_again(lines: Path, out: Path, plots: bool) -> None:
         raise ConfigError(
             f"--from: {lines} holds no lines of results ({type(error).__name__}: {error})"
         ) from None
+    if not rows:
+        raise ConfigError(f"--from: {lines} holds no lines of results")
     drawn = figures(rows) if plots else {}
     names = [row["case"]["model"] for row in rows if "model" in row["case"]]
     machine = [("a CPU" if row["gpu"] == "cpu" else row["gpu"]) for row in rows]
     title = f"OneLA on {', '.join(dict.fromkeys(machine))}: {', '.join(dict.fromkeys(names))}"
-    out.mkdir(parents=True, exist_ok=True)
-    page = out / "report.html"
+    page = make_directory(out)
     page.write_text(make_page(rows, drawn, title=title), encoding="utf-8")
     typer.echo(f"{page}: {len(rows)} results")
+
+
+def make_directory(out: Path) -> Path:
+    """Make the directory of a report, and open the report's file in it. Raises `ConfigError`."""
+    page = out / "report.html"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        page.open("a", encoding="utf-8").close()
+    except OSError as error:
+        raise ConfigError(f"--out: {out} is no directory that can be written to ({error.strerror})") from None
+    return page
 
 
 def choose_suite(

@@ -11,6 +11,7 @@ import typer
 
 from onela.cli.common import JsonOption, format_bytes, print_json, print_table
 from onela.config import EngineConfig
+from onela.decoding.params import MAX_BEAM_WIDTH, MAX_TOKENS
 from onela.errors import ConfigError
 from onela.models import read_model_config
 from onela.models.footprint import row_bytes, weight_bytes
@@ -38,9 +39,12 @@ def capacity(
         Path | None, typer.Argument(help="Checkpoint directory; default: one layer of the sizes below.")
     ] = None,
     num_requests: Annotated[int, typer.Option("--requests", "-R", min=1, help="Requests at a time.")] = 4,
-    beam_width: Annotated[int, typer.Option("--beam-width", "-W", min=1, help="Beams per request.")] = 512,
+    beam_width: Annotated[
+        int, typer.Option("--beam-width", "-W", min=1, max=MAX_BEAM_WIDTH, help="Beams per request.")
+    ] = 512,
     tokens: Annotated[
-        list[int] | None, typer.Option("--tokens", "-O", min=2, help="Tokens of a SID; may be repeated.")
+        list[int] | None,
+        typer.Option("--tokens", "-O", min=2, max=MAX_TOKENS, help="Tokens of a SID; may be repeated."),
     ] = None,
     key_heads: Annotated[int, typer.Option(min=1, help="H, without a model.")] = 16,
     value_heads: Annotated[int, typer.Option(min=1, help="HV, without a model.")] = 16,

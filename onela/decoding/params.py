@@ -11,6 +11,7 @@ from onela.errors import RequestError
 
 Normalizer = Literal["level", "allowed", "vocabulary"]
 MAX_BEAM_WIDTH = 65536
+MAX_TOKENS = 64
 MAX_LENGTH_PENALTY = 100  # length**penalty stays a finite number for every length
 
 # Spellings of other engines, accepted where options come from outside.
@@ -58,7 +59,7 @@ class BeamParams:
             for width in self.beam_width_array:
                 _check_count("beam_width_array", width, MAX_BEAM_WIDTH)
         if self.max_tokens is not None:
-            _check_count("max_tokens", self.max_tokens, 64)
+            _check_count("max_tokens", self.max_tokens, MAX_TOKENS)
         if self.beam_width_array is not None and self.max_tokens not in (None, len(self.beam_width_array)):
             raise RequestError(
                 "beam_width_array",

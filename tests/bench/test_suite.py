@@ -141,6 +141,18 @@ def test_without_matplotlib_it_says_so_before_it_measures(
     assert "Nothing was measured" in (tmp_path / "report.html").read_text()
 
 
+def test_what_cannot_be_written_or_read_is_said(measured: Path, tmp_path: Path) -> None:
+    lines = str(measured / "results.jsonl")
+    taken = tmp_path / "taken"
+    taken.write_text("")
+    for out in (taken, taken / "below"):
+        for given in (("--from", lines), ("--device", "cpu")):
+            said = run("bench", "--no-plots", "--out", str(out), *given, code=2).stderr
+            assert f"--out: {out} is no directory that can be written to" in said
+    assert f"--from: {taken} holds no lines of results" in run("bench", "--from", str(taken), code=2).stderr
+    assert "Invalid value for '--tokens'" in run("bench", "--device", "cpu", "--tokens", "65", code=2).stderr
+
+
 def test_a_lost_arm_is_said_on_the_page_and_in_the_exit_code(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

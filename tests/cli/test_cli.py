@@ -170,6 +170,8 @@ def test_capacity_says_how_many_requests_fit(files: dict[str, str]) -> None:
     assert "fit into 2.0 GiB" in run(*given, "--memory", "2GB").stdout
     assert "a size such as 139GiB" in run(*given, "--memory", "much", code=2).stderr
     assert "needs a checkpoint" in run("capacity", "--memory", "1G", code=2).stderr
+    assert "Invalid value for '--tokens'" in run("capacity", "-O", "65", code=2).stderr
+    assert "Invalid value for '--beam-width'" in run("capacity", "-W", "65537", code=2).stderr
     assert "--dtype" in run(*given, "--dtype", "int4", code=2).stderr
 
 
