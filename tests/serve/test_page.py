@@ -30,7 +30,8 @@ def test_a_browser_shows_the_tree_the_items_and_the_times(tmp_path: Path) -> Non
     with serving(text_engine()) as client:
         address = f"{client.base_url}/?prompt={quote('5, 6, 7')}&width=20&items=4"
         command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]
-        for budget in (8_000, 40_000, 160_000):  # a machine that is busy otherwise has not got there with the first
+        # A machine that is busy otherwise has not got there with the first.
+        for budget in (8_000, 40_000, 160_000):
             page = subprocess.run(
                 [*command, f"--virtual-time-budget={budget}", "--dump-dom", address],
                 capture_output=True,
