@@ -18,6 +18,7 @@ from onela.errors import OneLAError
 from onela.items import Eligibility
 from onela.ops.indexing import gather_rows
 from onela.state import BeamTree, PromptState
+from onela.state.records import last_step_rows, own_slots
 
 
 @dataclass(eq=False)
@@ -94,13 +95,13 @@ class ActiveRequest:
 
     @property
     def num_slots(self) -> int:
-        """Record slots that the request needs: one per beam and decode step, the last step apart."""
-        return sum(self.widths[:-2])
+        """Record slots that the request needs (`own_slots`)."""
+        return own_slots(self.widths)
 
     @property
     def num_spare(self) -> int:
-        """Beams of the last decode step, whose records nobody reads."""
-        return self.widths[-2] if len(self.widths) > 1 else 0
+        """Beams of the last decode step, whose records nobody reads (`last_step_rows`)."""
+        return last_step_rows(self.widths)
 
     @property
     def in_last_step(self) -> bool:

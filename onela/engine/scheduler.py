@@ -14,6 +14,7 @@ from onela.engine.prompt_cache import PromptCache
 from onela.errors import CapacityError, QueueFullError
 from onela.state import PromptPool, PromptState, Records
 from onela.state.allocator import ExtentAllocator
+from onela.state.records import spare_needed
 
 
 @dataclass(frozen=True)
@@ -266,7 +267,7 @@ class Scheduler:
     def _spare_needed(self, request: ActiveRequest) -> int:
         """Rows that can be in their last step in one forward, with this request admitted: as many as fit into one."""
         widths = [r.num_spare for r in [*self.running, request]]
-        return min(sum(widths), max(self.config.max_batch_rows, *widths))
+        return spare_needed(sum(widths), max(widths), self.config.max_batch_rows)
 
     def _allocate_prompt(self, request: ActiveRequest) -> PromptState | None:
         if self.cache is not None:

@@ -19,6 +19,7 @@ import torch
 from onela.errors import ConfigError
 from onela.state.geometry import AttentionGeometry, GatedDeltaGeometry, LayerGeometry
 from onela.state.prompt import TABLE_STEP
+from onela.state.records import last_step_rows, own_slots, spare_needed
 
 ARMS = ("replay", "full_state_copy", "full_state_read_parent", "replay_ssm", "replay_ssm_shared")
 FIT_ARMS = (*ARMS, "replay_unfused", "records_moved")
@@ -137,13 +138,13 @@ class RequestSize:
 
     @property
     def num_slots(self) -> int:
-        """Record slots of its own: one per beam and decode step, the last step apart."""
-        return sum(self.widths[:-2])
+        """Record slots of its own (`own_slots`)."""
+        return own_slots(self.widths)
 
     @property
     def num_spare(self) -> int:
-        """Rows of its last decode step; their records are read by nobody, and share slots with other requests'."""
-        return self.widths[-2] if len(self.widths) > 1 else 0
+        """Rows of its last decode step, whose records share slots with other requests' (`last_step_rows`)."""
+        return last_step_rows(self.widths)
 
     @property
     def num_rows(self) -> int:
@@ -249,7 +250,7 @@ def pool_bytes(model: ServedModel, arm: str, request: RequestSize, num_requests:
 
 def spare_slots(model: ServedModel, request: RequestSize, num_requests: int) -> int:
     """Slots for the records of last steps: of as many rows as can take theirs in one forward."""
-    return min(num_requests * request.num_spare, max(model.max_batch_rows, request.num_spare))
+    return spare_needed(num_requests * request.num_spare, request.num_spare, model.max_batch_rows)
 
 
 def workspace_bytes(model: ServedModel, request: RequestSize, num_requests: int) -> dict[str, int]:

@@ -13,6 +13,21 @@ from onela.state.geometry import GatedDeltaGeometry, LayerGeometry
 from onela.state.pools import GrowingTensors
 
 
+def own_slots(widths: Sequence[int]) -> int:
+    """Record slots that a request of these beam widths takes: one per beam and decode step, the last step apart."""
+    return sum(widths[:-2])
+
+
+def last_step_rows(widths: Sequence[int]) -> int:
+    """Rows of its last decode step: their records are read by nobody, and go to spare slots."""
+    return widths[-2] if len(widths) > 1 else 0
+
+
+def spare_needed(total: int, widest: int, max_batch_rows: int) -> int:
+    """Spare slots for `total` rows in their last steps, at most `widest` of one request: as many as fit a forward."""
+    return min(total, max(max_batch_rows, widest))
+
+
 class Records:
     """The records of all layers, addressed by one slot number.
 
