@@ -164,9 +164,8 @@ def _check_options(config: Any) -> None:
     """Refuse a value that is no choice of its option, below its minimum, or of the wrong kind."""
     for option in dataclasses.fields(config):
         value = getattr(config, option.name)
-        allowed = CHOICES.get(option.name)
-        if allowed is not None and value not in allowed:
-            raise ConfigError(f"{option.name}: {value!r} is none of {', '.join(allowed)}")
+        if option.name in CHOICES:
+            check_choice(option.name, value)
         if value is None and option.default is None:
             continue
         if isinstance(option.default, bool):
@@ -181,6 +180,18 @@ def _check_options(config: Any) -> None:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise ConfigError(f"{option.name}: a whole number >= {minimum} is expected, got {value!r}")
+
+
+def check_choice(option: str, value: Any, *, written: str | None = None) -> None:
+    """Refuse a value that is none of an option's choices.
+
+    Args:
+        option: a key of `CHOICES`. written: what the user calls it, if not by that name.
+    Raises:
+        ConfigError: names the option, the value and the choices.
+    """
+    if value not in CHOICES[option]:
+        raise ConfigError(f"{written or option}: {value!r} is none of {', '.join(CHOICES[option])}")
 
 
 def _gather(

@@ -17,6 +17,7 @@ from onela.bench.page import make_page
 from onela.bench.results import latest_lines
 from onela.bench.suite import FULL, QUICK, SMALL, Recorder, Suite, read_values, run_suite
 from onela.cli.common import QuantizationOption
+from onela.config import check_choice
 from onela.decoding.params import MAX_TOKENS
 from onela.engine.engine import resolve_device
 from onela.errors import CheckpointError, ConfigError, UnavailableError
@@ -60,8 +61,8 @@ def bench(
     plots: Annotated[bool, typer.Option(help="Draw figures; they need matplotlib.")] = True,
 ) -> None:
     """Measure operator, decode and memory with every backend on this machine, and write a report."""
-    if quantization not in (None, "none", "fp8"):
-        raise ConfigError(f"--quantization: {quantization!r} is none of none, fp8")
+    if quantization is not None:
+        check_choice("quantization", quantization, written="--quantization")
     if quick and full:
         raise ConfigError("--quick, --full: give one of them")
     if lines is not None:

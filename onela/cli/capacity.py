@@ -10,7 +10,7 @@ import torch
 import typer
 
 from onela.cli.common import JsonOption, format_bytes, print_json, print_table
-from onela.config import EngineConfig
+from onela.config import EngineConfig, check_choice
 from onela.decoding.params import MAX_BEAM_WIDTH, MAX_TOKENS
 from onela.errors import ConfigError
 from onela.models import read_model_config
@@ -66,8 +66,7 @@ def capacity(
     """Print what each backend holds and writes per step, by formula, and how many requests fit into a memory."""
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype: {dtype!r} is none of {', '.join(DTYPES)}")
-    if quantization not in ("none", "fp8"):
-        raise ConfigError(f"--quantization: {quantization!r} is none of none, fp8")
+    check_choice("quantization", quantization, written="--quantization")
     if memory is not None and model is None:
         raise ConfigError("--memory: needs a checkpoint directory, for its weights and all its layers")
     room = read_memory(memory) if model is not None else None

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from onela.config import check_choice
 from onela.errors import CheckpointError, ConfigError
 from onela.models.causal_lm import CausalLM
 from onela.models.config import ModelConfig, read_json
@@ -61,8 +62,7 @@ def load_model(
     directory = Path(path)
     family, values, config = _family(directory)
     device = torch.device(device)
-    if quantization not in ("none", "fp8"):
-        raise ConfigError(f"quantization: {quantization!r} is none of none, fp8")
+    check_choice("quantization", quantization)
     model = load_weights(family, config, directory, dtype=resolve_dtype(dtype, values, device), device=device)
     if quantization == "fp8":
         model.quantize()
