@@ -143,13 +143,14 @@ class PrefillBuffers:
 def eager_inputs(chunks: Sequence[PrefillChunk], prompts: PromptPool, device: torch.device) -> PrefillInputs:
     """The forward of these chunks as it is, with what references read left on the host."""
     layout = TableLayout(exact_shape(chunks), prompts.page_size)
-    flat = to_device(layout.host([new_tokens(chunk) for chunk in chunks]), device)
+    tokens = [new_tokens(chunk) for chunk in chunks]
+    flat = to_device(layout.host(tokens), device)
     bounds = list(accumulate((chunk.end - chunk.start for chunk in chunks), initial=0))
     return PrefillInputs(
         token_ids=layout.part(flat, "token_ids"),
         positions=layout.part(flat, "positions"),
         cu_seqlens=torch.tensor(bounds, dtype=torch.int32),
-        prompts=torch.tensor([new_tokens(chunk).place for chunk in chunks], dtype=torch.int32),
+        prompts=torch.tensor([new.place for new in tokens], dtype=torch.int32),
         cached_lens=torch.tensor([chunk.start for chunk in chunks], dtype=torch.int32),
         last_rows=layout.part(flat, "last_rows"),
         tables=layout.tables(flat) if device.type == "cuda" else None,
