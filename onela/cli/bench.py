@@ -161,14 +161,12 @@ def read_shape(text: str) -> tuple[int, int]:
 
 
 def choose_model(path: Path | None, device: torch.device) -> tuple[CausalLM, str]:
-    """The model that is measured, and its name. Raises `ConfigError`, `CheckpointError`."""
+    """The model that is measured, and its name; a path is a directory. Raises `ConfigError`, `CheckpointError`."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if path is None:
         if device.type == "cpu":
             return random_model(TINY, dtype, device), "tiny"
         return random_model(SHAPE_08B, dtype, device), "qwen3.5-0.8b"
-    if not path.is_dir():
-        raise CheckpointError(f"{path}: no such directory")
     if any(path.glob("*.safetensors")):
         return load_model(path, dtype=str(dtype).split(".")[1], device=device), path.resolve().name
     return random_model(read_values(path), dtype, device), f"{path.resolve().name}, random weights"
