@@ -53,7 +53,7 @@ def prepare_model(arm: str, model: Any, requests: int, width: int, prompt: int, 
         prompts.extend(prompts.allocate(prompt), prompt)
     for tensor in [*prompts.prompt_tensors.tensors.values(), *prompts.page_tensors.tensors.values()]:
         tensor.normal_(0, 0.1)
-    engine.state.records.allocate(requests * width * (max_depth + 1))
+    engine.state.records.admit(requests * width * (max_depth + 1), num_spare=0)
     engine.state.backend.reserve(requests * width, max_depth + 1)
     return engine
 

@@ -98,7 +98,7 @@ def operator(
         transitions=name == "replay",
         conv_inputs=False,
     )
-    records.allocate(requests * width * (max_depth + 1))
+    records.admit(requests * width * (max_depth + 1), num_spare=0)
     backend = make_backend(
         name,
         layers,

@@ -73,16 +73,6 @@ class Records:
         self.spare_start, self.spare_size = 0, 0
         self.pool = GrowingTensors(shapes, device, limit=max_slots)
 
-    def allocate(self, num_slots: int) -> int:
-        """Take an extent of slots and return the first. Raises `CapacityError`."""
-        start = self.slots.allocate(num_slots)
-        try:
-            self.pool.reserve(self.slots.end)
-        except BaseException:  # no memory: the slots are as free as before
-            self.slots.free(start, num_slots)
-            raise
-        return start
-
     def free(self, start: int, num_slots: int) -> None:
         """Give an extent back; its rows may be overwritten from now on."""
         self.slots.free(start, num_slots)
