@@ -1,12 +1,14 @@
-"""Whether the answer of `onela capacity` is true: as many requests as fit are held and decoded, 5 % more are not.
+"""Whether the answer of `onela capacity` is true: as many requests as fit are held and answered, 5 % more are not.
 
-A model of Qwen3.5-0.8B's shape gets an engine whose limits are those of the answer, its pools allocated at the start.
-All requests are admitted before the first decode step, so that all of them are held at once; then they are decoded.
-Only the first prompts are run, as many as fill one forward; the states of the others are random numbers. Then the same
-is tried with 5 % more requests, which must end in `OutOfMemoryError`. On a GPU the memory of the process is cut to
+A model of Qwen3.5-0.8B's shape gets an engine whose limits are those of the answer, its pools allocated at the start,
+and one request more than that. All prompts are run before the first decode step, so that all requests are held at once,
+and the one that is too many is left waiting; then they are answered, and the first one's items are held against those
+of an engine that has it alone. Where the memory has gone is read off the allocator: weights, pools, captured forwards,
+the rest of what it took, and what the process holds beside it (CUDA's context, the kernels' code). Then the same is
+tried with 5 % more requests, which must end in `OutOfMemoryError`. On a GPU the memory of the process is cut to
 `--memory`.
 
-    python bench/capacity.py [--memory 139GiB] [--arms replay full_state_copy]
+    python bench/capacity.py [--memory 139GiB] [--tokens 7] [--arms replay full_state_copy]
 """
 
 from __future__ import annotations
@@ -20,14 +22,17 @@ if not __package__:  # bench/operator.py would hide the standard library's
 import argparse
 import gc
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from bench.common import Failures, append_result, machine
-from onela import BeamParams, Engine, EngineConfig, Request, SidVocabulary
-from onela.bench.models import SHAPE_08B, TINY, random_model
+from onela import BeamParams, Engine, EngineConfig, Request, Result, SidVocabulary
+from onela.bench.models import SHAPE_08B, TINY, engine_of, overlap, random_model, vocabulary_of
 from onela.cli.capacity import read_memory
+from onela.engine.active import ActiveRequest
 from onela.engine.scheduler import Batch
 from onela.engine.verify import VARIANTS
 from onela.models import CausalLM
@@ -55,46 +60,61 @@ def make_engine(
     return engine
 
 
-def hold_and_decode(engine: Engine, size: RequestSize, count: int, width: int) -> tuple[int, int]:
-    """Hold all requests, then decode them; the most that were held at a time, and how many were answered.
+def hold_and_decode(
+    engine: Engine, prompts: Sequence[Sequence[int]], params: BeamParams
+) -> tuple[int, int, list[ActiveRequest]]:
+    """Hold as many requests as there is room for, then decode those; the others are cancelled.
 
+    Returns:
+        The most that were held at a time, how many had to wait then, and those that were held.
     Raises:
         OutOfMemoryError: a request failed, or a forward could not be captured: there was no room.
     """
-    generator = torch.Generator().manual_seed(count)
-    tokens = torch.randint(0, 64, (count, size.prompt_tokens), generator=generator).tolist()
-    active = [engine.prepare(Request(prompt_token_ids=row), BeamParams(beam_width=width)) for row in tokens]
-    held, last = 0, torch.empty(0)
-    pools = (engine.state.prompts.prompt_tensors, engine.state.prompts.page_tensors)
-    for tensor in [tensor for pool in pools for tensor in pool.tensors.values()]:
-        tensor.normal_(0, 0.1)
+    active = [engine.prepare(Request(prompt_token_ids=row), params) for row in prompts]
+    for request in active:
+        engine.scheduler.add(request)
     with torch.inference_mode():
-        for request in active:
-            engine.scheduler.add(request)
-        while engine.scheduler.waiting or any(request.in_prefill for request in engine.scheduler.running):
-            prefill = engine.scheduler.schedule().prefill
-            if not prefill:
+        while True:
+            # A step of the engine, but for the decodes, which would let the first go before the last have come.
+            batch = Batch(prefill=engine.scheduler.schedule().prefill)
+            if not batch.prefill:
                 break
-            batch = Batch(prefill=prefill)
-            if not held:
-                hidden = engine.runner.prefill(prefill)
-            else:
-                for chunk in prefill:
-                    assert chunk.request.prompt is not None
-                    engine.state.prompts.extend(chunk.request.prompt, chunk.end - chunk.start)
-                hidden = [last for chunk in prefill if chunk.completes]
-            last = hidden[0] if hidden else last
+            hidden = engine.runner.prefill(batch.prefill)
             for request, beams in zip(batch.requests, engine._select(batch, hidden)):
                 request.advance(beams)
-            held = max(held, len(engine.scheduler.running))
+            engine._finish(batch)
+        held, waiting = len(engine.scheduler.running), list(engine.scheduler.waiting)
+        for request in waiting:
+            engine.cancel(request)
         while engine.scheduler.has_work:
             engine.step()
-            graphs = [engine.runner.graphs, engine.runner.prefill_graphs]
-            if any(isinstance(request.outcome, Exception) for request in active):
-                raise torch.OutOfMemoryError("a request failed")
-            if any(one is not None and one.failure is not None for one in graphs):
-                raise torch.OutOfMemoryError("a forward was not captured")
-    return held, sum(not isinstance(request.outcome, Exception) for request in active)
+    kept = [request for request in active if not any(request is other for other in waiting)]
+    graphs = [engine.runner.graphs, engine.runner.prefill_graphs]
+    lost = [request.outcome for request in kept if not isinstance(request.outcome, Result)]
+    lost += [graph.failure for graph in graphs if graph is not None and graph.failure is not None]
+    if lost:
+        raise torch.OutOfMemoryError(f"a request or a capture failed: {lost[0]}")
+    return held, len(waiting), kept
+
+
+def device_memory(weights: int, pools: int) -> dict[str, int]:
+    """Bytes of a GPU by what they are for, at this moment: `weights` and `pools` as given, the rest as it is found.
+
+    `captured` are the private pools of captured forwards, `launched` all else that the allocator holds (forwards that
+    are launched kernel by kernel, selections, workspaces), `beside` what is taken without it.
+    """
+    segments = torch.cuda.memory_snapshot()
+    captured = sum(part["total_size"] for part in segments if tuple(part["segment_pool_id"]) != (0, 0))
+    reserved = torch.cuda.memory_reserved()
+    free, whole = torch.cuda.mem_get_info()
+    return {
+        "weights": weights,
+        "pools": pools,
+        "captured": captured,
+        "launched": reserved - captured - weights - pools,
+        "beside": whole - free - reserved,
+        "free": free,
+    }
 
 
 def try_arm(
@@ -104,27 +124,55 @@ def try_arm(
     arm: str,
     size: RequestSize,
     count: int,
-    width: int,
-) -> dict[str, int] | None:
-    """What was held and answered, and the largest memory; None: there was no memory for it."""
+    params: BeamParams,
+) -> dict[str, Any] | None:
+    """What was held and answered by an engine with room for `count`, and where the memory went; None: there was none.
+
+    `alone` is the share of the first request's items that it has in an engine of its own.
+    """
     cuda = model.lm_head.weight.is_cuda
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
+    generator = torch.Generator().manual_seed(count)
+    prompts = torch.randint(0, 64, (count + 1, size.prompt_tokens), generator=generator).tolist()
     engine = None
+    began = time.perf_counter()
     try:
+        engine = engine_of(model, vocabulary, arm, cuda_graphs=False)
+        [expected] = engine.generate([Request(prompt_token_ids=prompts[0])], params)
+        engine = None
+        forget(cuda)
+        began = time.perf_counter()
         engine = make_engine(model, vocabulary, served, arm, size, count)
         state = engine.state
-        held, answered = hold_and_decode(engine, size, count, width)
+        held, waiting, answered = hold_and_decode(engine, prompts, params)
         pools = state.prompts.nbytes + state.records.nbytes + state.backend.own_nbytes
-        peak = torch.cuda.max_memory_allocated() if cuda else 0
-        return {"held": held, "answered": answered, "pool_bytes": pools, "peak_bytes": peak}
-    except torch.OutOfMemoryError:
+        first = answered[0].outcome
+        assert isinstance(first, Result)
+        found: dict[str, Any] = {
+            "held": held,
+            "refused": waiting,
+            "answered": len(answered),
+            "pool_bytes": pools,
+        }
+        found["alone"] = round(overlap([expected], [first])[0], 4)
+        if cuda:
+            found["memory"] = device_memory(served.weight_bytes, pools)
+            found["peak_reserved_bytes"] = torch.cuda.max_memory_reserved()
+        found["seconds"] = round(time.perf_counter() - began, 2)
+        return found
+    except torch.OutOfMemoryError as error:
+        print(f"{arm}: {count}: {str(error).splitlines()[0][:160]}", flush=True)
         return None
     finally:
         del engine
-        gc.collect()
-        if cuda:
-            torch.cuda.empty_cache()
+        forget(cuda)
+
+
+def forget(cuda: bool) -> None:
+    """Give memory back: captured forwards and their engine hold each other."""
+    gc.collect()
+    if cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 def main() -> None:
@@ -152,11 +200,13 @@ def main() -> None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, memory / whole))
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = random_model(TINY if args.tiny else SHAPE_08B, dtype, device)
+    params = BeamParams(beam_width=args.width)
     failures = Failures()
+    tried: list[tuple[int, str, ServedModel, RequestSize, Fit]] = []
+    found: list[dict[str, Any] | None] = []
+    # What must not fit comes last: a capture that runs out of memory half-way leaves torch's state behind.
     for tokens in args.tokens:
-        vocabulary = SidVocabulary.from_token_ids(
-            [range(64 + i * args.codebook, 64 + (i + 1) * args.codebook) for i in range(tokens)]
-        )
+        vocabulary = vocabulary_of(tokens, args.codebook)
         heads = tokens * args.codebook * model.config.hidden_size * dtype.itemsize
         served = ServedModel(
             model.config.geometry,
@@ -171,24 +221,35 @@ def main() -> None:
             args.prompt, tuple(min(args.width, args.codebook ** (i + 1)) for i in range(tokens))
         )
         for arm in args.arms:
-            label = f"{arm} O={tokens}"
-            began = time.perf_counter()
+            fit = max_requests(served, arm, size, memory)
             try:
-                fit = max_requests(served, arm, size, memory)
-                found = try_arm(model, vocabulary, served, arm, size, fit.num_requests, args.width)
-                more = fit.num_requests + max(1, -(-fit.num_requests // 20))
-                beyond = None
-                if device.type == "cuda":
-                    beyond = try_arm(model, vocabulary, served, arm, size, more, args.width)
+                held = try_arm(model, vocabulary, served, arm, size, fit.num_requests, params)
             except Exception as error:  # the other arms are still worth their time
-                failures.add(label, repr(error))
+                failures.add(f"{arm} O={tokens}", repr(error))
                 continue
-            report(args, arm, tokens, fit, found, more, beyond, memory)
-            print(f"{label}: {time.perf_counter() - began:.1f} s", flush=True)
-            if found is None or found["held"] < fit.num_requests or found["answered"] < fit.num_requests:
-                failures.add(label, f"{fit.num_requests} requests should fit, found {found}")
-            if beyond is not None:
-                failures.add(label, f"{more} requests fit too; the answer was {fit.num_requests}")
+            tried.append((tokens, arm, served, size, fit))
+            found.append(held)
+            print(f"{arm} O={tokens}: {fit.num_requests} by formula: {held or 'did not fit'}", flush=True)
+            if (
+                held is None
+                or not held["held"] == held["answered"] == fit.num_requests
+                or held["refused"] != 1
+            ):
+                failures.add(
+                    f"{arm} O={tokens}", f"{fit.num_requests} should fit and one more not, found {held}"
+                )
+    for (tokens, arm, served, size, fit), held in zip(tried, found):
+        more = fit.num_requests + max(1, -(-fit.num_requests // 20))
+        beyond = None
+        if device.type == "cuda":
+            vocabulary = vocabulary_of(tokens, args.codebook)
+            try:
+                beyond = try_arm(model, vocabulary, served, arm, size, more, params)
+            except Exception as error:  # the line of what fitted is still worth writing
+                failures.add(f"{arm} O={tokens}, {more} requests", repr(error))
+        report(args, arm, tokens, fit, held, more, beyond, memory)
+        if beyond is not None:
+            failures.add(f"{arm} O={tokens}", f"{more} requests fit too; the answer was {fit.num_requests}")
     failures.exit()
 
 
@@ -197,9 +258,9 @@ def report(
     arm: str,
     tokens: int,
     fit: Fit,
-    found: dict[str, int] | None,
+    found: dict[str, Any] | None,
     more: int,
-    beyond: dict[str, int] | None,
+    beyond: dict[str, Any] | None,
     memory: int,
 ) -> None:
     """Print a line and append the result."""
@@ -212,11 +273,8 @@ def report(
         parts=fit.parts, pool_bytes=pools, found=found, five_percent_more=more, fit_beyond=beyond,
         out=args.out, commit=args.commit,
     )  # fmt: skip
-    text = "did not fit" if found is None else ", ".join(f"{k} {v}" for k, v in found.items())
-    print(f"{arm:24s} O={tokens}: {fit.num_requests} requests by formula ({pools} bytes of pools): {text}")
-    print(
-        f"{'':24s} {more}: {beyond or ('did not fit' if args.device != 'cpu' else 'not tried')}", flush=True
-    )
+    tried = "not tried" if args.device == "cpu" else beyond or "did not fit"
+    print(f"{arm} O={tokens}: {pools} bytes of pools by formula; {more} requests: {tried}", flush=True)
 
 
 if __name__ == "__main__":

@@ -120,3 +120,4 @@ def test_what_capacity_says_is_held_and_answered(monkeypatch: pytest.MonkeyPatch
     for line in lines:
         assert line["value"] == line["found"]["held"] == line["found"]["answered"] > 1
         assert line["found"]["pool_bytes"] == line["pool_bytes"]
+        assert (line["found"]["refused"], line["found"]["alone"]) == (1, 1.0)
