@@ -1,9 +1,11 @@
 """How much of a beam set two implementations share: OneLA in bfloat16, `transformers` in bfloat16 and in float32.
 
-Both search the same weights for the `n` best SIDs: the tokens of each level alone allowed, scores over the whole
+All search the same weights for the `n` best SIDs: the tokens of each level alone allowed, scores over the whole
 vocabulary. `transformers` runs its own forwards on its own cache; the search above them is written here, since
-`generate` puts `n` copies of the prompt through the model first. Rounding decides between beams of nearly equal score,
-so two honest bfloat16 runs differ; what `transformers` loses against its own float32 says how much is to be expected.
+`generate` puts `n` copies of the prompt through the model first, and searches of all widths share the forwards that
+they have in common. Rounding decides between beams of nearly equal score, so two honest bfloat16 runs differ; what
+`transformers` loses against its own float32 says how much is to be expected. Its bfloat16 forwards are also read with
+logits in float32, as OneLA makes them, which says how much of that is the rounding of the logits alone.
 
     python bench/overlap.py --model demo --checkpoint build/demo/checkpoint     (the MovieLens demo, `make demo`)
     python bench/overlap.py --model qwen3-1.7b --device cuda                    (random weights of the public shape)
@@ -19,11 +21,10 @@ if not __package__:  # bench/operator.py would hide the standard library's
 
 import argparse
 import copy
-import gc
-import json
 import statistics
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,57 +36,94 @@ from bench.common import append_result, machine
 from bench.qwen3 import QWEN3_1_7B, SMALL
 from onela import BeamParams, Engine, Request, SidVocabulary
 
-CHUNK = 128
+CHUNK = 256
 """Beams in one forward of transformers: each has a copy of the prompt's cache."""
+OURS, HALF, FULL = "onela bf16", "transformers bf16", "transformers fp32"
+WIDE = "transformers bf16, fp32 logits"
 
 Sids = set[tuple[int, ...]]
+Search = tuple[str, int]
+"""An arm and its width."""
 
 
 @torch.inference_mode()
 def hf_beams(
-    model: Any, prompt: Sequence[int], levels: Sequence[Tensor], width: int, chunk: int = CHUNK
-) -> Sids:
-    """The best `width` token sequences, one token of each level, by `transformers`' forwards.
+    model: Any,
+    prompt: Sequence[int],
+    levels: Sequence[Tensor],
+    widths: Sequence[int],
+    heads: Mapping[str, Callable[[Tensor], Tensor]],
+    chunk: int = CHUNK,
+) -> dict[Search, Sids]:
+    """The best token sequences, one token of each level, by `transformers`' forwards: for every head and width.
 
     Scores as in `generate`: a log-softmax in fp32 over the whole vocabulary, summed; ties to the smaller (beam, token).
+
+    Args:
+        heads: name -> from hidden rows [n, hidden_size] to logits [n, vocab_size].
     """
     device = model.device
-    out = model(torch.tensor([list(prompt)], device=device), use_cache=True, logits_to_keep=1)
+    searches = [(name, width) for name in heads for width in widths]
+    out = model.model(torch.tensor([list(prompt)], device=device), use_cache=True)
     shared = out.past_key_values
-    beams = torch.empty(1, 0, dtype=torch.int64, device=device)
-    totals = torch.zeros(1, device=device)
-    last = out.logits[:, -1]
+    prefixes = torch.empty(1, 0, dtype=torch.int64, device=device)
+    hidden = out.last_hidden_state[:, -1]
+    # Of each search, which of the prefixes its beams are, and their scores.
+    places = {search: torch.zeros(1, dtype=torch.int64, device=device) for search in searches}
+    totals = {search: torch.zeros(1, device=device) for search in searches}
     for level, tokens in enumerate(levels):
         tokens = tokens.to(device)
         if level:
-            last = torch.cat([_continue(model, shared, part) for part in beams.split(chunk)])
-        scores = totals[:, None] + last.float().log_softmax(-1)[:, tokens]
-        best = torch.sort(scores.flatten(), descending=True, stable=True).indices[:width]
-        parents, codes = best // len(tokens), best % len(tokens)
-        totals = scores.flatten()[best]
-        beams = torch.cat([beams[parents], tokens[codes][:, None]], dim=1)
-    return {tuple(row) for row in beams.tolist()}
+            hidden = torch.cat([_continue(model, shared, part) for part in prefixes.split(chunk)])
+        chosen: dict[Search, Tensor] = {}
+        for name, head in heads.items():
+            scores = torch.cat(
+                [head(rows).float().log_softmax(-1)[:, tokens] for rows in hidden.split(chunk)]
+            )
+            for width in widths:
+                search = name, width
+                all_scores = (totals[search][:, None] + scores[places[search]]).flatten()
+                best = torch.sort(all_scores, descending=True, stable=True).indices[:width]
+                parents, codes = best // len(tokens), best % len(tokens)
+                totals[search] = all_scores[best]
+                chosen[search] = torch.cat([prefixes[places[search][parents]], tokens[codes][:, None]], dim=1)
+        prefixes, inverse = torch.unique(torch.cat(list(chosen.values())), dim=0, return_inverse=True)
+        counts = [len(beams) for beams in chosen.values()]
+        places = dict(zip(chosen, inverse.split(counts)))
+    return {search: {tuple(row) for row in prefixes[place].tolist()} for search, place in places.items()}
 
 
 def _continue(model: Any, shared: Any, beams: Tensor) -> Tensor:
-    """Logits [n, vocab] after each beam's tokens, fed one after the other to copies of the prompt's cache."""
+    """Hidden rows [n, hidden_size] after each beam's tokens, fed one by one to copies of the prompt's cache."""
     cache = copy.deepcopy(shared)
     cache.reorder_cache(torch.zeros(len(beams), dtype=torch.int64, device=beams.device))
     for column in beams.split(1, dim=1):
-        out = model(column, past_key_values=cache, use_cache=True)
+        out = model.model(column, past_key_values=cache, use_cache=True)
         cache = out.past_key_values
-    return out.logits[:, -1]
+    return out.last_hidden_state[:, -1]
 
 
-def our_beams(engine: Engine, prompt: Sequence[int], width: int) -> Sids:
-    """The same from OneLA."""
+def wide_logits(model: Any) -> Callable[[Tensor], Tensor]:
+    """The model's head on its own hidden rows and weights, with nothing rounded after the sums."""
+    weight = model.lm_head.weight
+
+    def head(rows: Tensor) -> Tensor:
+        if rows.is_cuda:
+            return torch.mm(rows, weight.t(), out_dtype=torch.float32)
+        return rows.float() @ weight.float().t()
+
+    return head
+
+
+def our_beams(engine: Engine, prompts: Sequence[Sequence[int]], width: int) -> list[Sids]:
+    """The same from OneLA, for several prompts together."""
     params = BeamParams(beam_width=width, normalizer="vocabulary")
-    [result] = engine.generate([Request(prompt_token_ids=list(prompt))], params)
-    return {item.token_ids for item in result.items}
+    results = engine.generate([Request(prompt_token_ids=list(prompt)) for prompt in prompts], params)
+    return [{item.token_ids for item in result.items} for result in results]
 
 
-def write_random(path: Path, *, tiny: bool) -> SidVocabulary:
-    """Save a random Qwen3-1.7B in bfloat16; returns which tokens are its SIDs."""
+def write_random(path: Path, *, tiny: bool) -> tuple[SidVocabulary, Any]:
+    """Save a random Qwen3-1.7B in bfloat16; returns which tokens are its SIDs, and the model."""
     values = dict(QWEN3_1_7B) | (SMALL if tiny else {})
     codebook, first = (128, 64) if tiny else (8192, 100000)
     config = transformers.Qwen3Config(**{k: v for k, v in values.items() if k != "model_type"})
@@ -99,9 +137,10 @@ def write_random(path: Path, *, tiny: bool) -> SidVocabulary:
             else:
                 gain = 2.0 if "embed" in name else 1.0
                 parameter.normal_(0, gain / parameter.shape[-1] ** 0.5)
-    model.to(torch.bfloat16).save_pretrained(path)
+    model = model.to(torch.bfloat16).eval()
+    model.save_pretrained(path)
     starts = [first + level * codebook for level in range(3)]
-    return SidVocabulary.from_token_ids([range(start, start + codebook) for start in starts])
+    return SidVocabulary.from_token_ids([range(start, start + codebook) for start in starts]), model
 
 
 def demo_prompts(count: int) -> list[list[int]]:
@@ -125,7 +164,8 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, help="the demo's directory")
     parser.add_argument("--widths", type=int, nargs="+", default=[50, 128, 512])
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a random prompt")
-    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no further prompt after this time")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--tiny", action="store_true", help="a small model, to try the script")
     parser.add_argument("--commit", help="the commit that is measured, where there is no checkout")
@@ -138,53 +178,74 @@ def main() -> None:
         if args.model == "demo":
             path, vocabulary = args.checkpoint, None
             prompts = demo_prompts(args.prompts)
+            model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
         else:
             path = Path(folder)
-            vocabulary = write_random(path, tiny=args.tiny)
-            config = json.loads((path / "config.json").read_text())
+            vocabulary, model = write_random(path, tiny=args.tiny)
+            high = min(model.config.vocab_size, 100000)
             generator = torch.Generator().manual_seed(1)
-            high = min(config["vocab_size"], 100000)
             prompts = torch.randint(0, high, (args.prompts, args.prompt), generator=generator).tolist()
-        compare(path, vocabulary, prompts, args)
+        engine = Engine.from_pretrained(path, vocabulary=vocabulary, device=args.device, dtype="bfloat16")
+    compare(engine, model.to(args.device), prompts, args)
 
 
-def compare(
-    path: Path, vocabulary: SidVocabulary | None, prompts: Sequence[Sequence[int]], args: argparse.Namespace
-) -> None:
-    """Run all three on all prompts and widths, and write what each pair shares."""
-    engine = Engine.from_pretrained(path, vocabulary=vocabulary, device=args.device, dtype="bfloat16")
-    vocabulary = engine.vocabulary
+def compare(engine: Engine, half: Any, prompts: Sequence[Sequence[int]], args: argparse.Namespace) -> None:
+    """Run all on all prompts and widths, as many as there is time for, and write what each pair shares."""
+    vocabulary, widths = engine.vocabulary, args.widths
     levels = [torch.as_tensor(vocabulary.token_ids(level)).long() for level in range(vocabulary.num_levels)]
-    sets: dict[str, dict[int, list[Sids]]] = {}
-    length = round(statistics.mean(map(len, prompts)))
-
-    def report(left: str, right: str) -> None:
-        for n in args.widths:
-            shares = [100 * len(a & b) / n for a, b in zip(sets[left][n], sets[right][n])]
-            value = statistics.mean(shares)
+    began = time.perf_counter()
+    sets: dict[Search, list[Sids]] = {(OURS, n): our_beams(engine, prompts, n) for n in widths}
+    print(f"onela: {time.perf_counter() - began:.1f} s for {len(prompts)} prompts", flush=True)
+    began = time.perf_counter()
+    full = copy.deepcopy(half).float()  # the same weights
+    heads: dict[str, Callable[[Tensor], Tensor]] = {HALF: half.lm_head, WIDE: wide_logits(half)}
+    done = 0
+    for prompt in prompts:
+        if done and time.perf_counter() - began > args.seconds:
+            break
+        found = hf_beams(half, prompt, levels, widths, heads)
+        found |= hf_beams(full, prompt, levels, widths, {FULL: full.lm_head})
+        for search, sids in found.items():
+            sets.setdefault(search, []).append(sids)
+        done += 1
+    print(f"transformers: {time.perf_counter() - began:.1f} s for {done} prompts", flush=True)
+    length = round(statistics.mean(map(len, prompts[:done])))
+    for n in widths:
+        own = shares(sets[HALF, n], sets[FULL, n], n)
+        for left, right in (
+            (OURS, HALF),
+            (OURS, FULL),
+            (HALF, FULL),
+            (OURS, WIDE),
+            (WIDE, HALF),
+            (WIDE, FULL),
+        ):
+            found_shares = shares(sets[left, n], sets[right, n], n)
+            value, error = mean_and_error(found_shares)
+            more, more_error = mean_and_error([a - b for a, b in zip(found_shares, own)])
             append_result(
                 "overlap", arm=f"{left} / {right}",
                 case={"model": f"{args.model}, tiny" if args.tiny else args.model, "n": n, "prompt": length},
-                metric="overlap", unit="%", value=value, spread=[min(shares), max(shares)],
-                prompts=len(prompts), transformers=transformers.__version__, out=args.out, commit=args.commit,
+                metric="overlap", unit="%", value=value, spread=[min(found_shares), max(found_shares)],
+                standard_error=error, over_transformers_own=more, over_transformers_own_error=more_error,
+                prompts=done, transformers=transformers.__version__, out=args.out, commit=args.commit,
             )  # fmt: skip
             print(
-                f"n={n:4d} {left} / {right}: {value:.2f} % ({min(shares):.2f} to {max(shares):.2f})",
+                f"n={n:4d} {left} / {right}: {value:.2f} +- {error:.2f} % ({min(found_shares):.2f} to "
+                f"{max(found_shares):.2f}), over transformers' own {more:+.2f} +- {more_error:.2f}",
                 flush=True,
             )
 
-    ours, half, full = "onela bf16", "transformers bf16", "transformers fp32"
-    sets[ours] = {n: [our_beams(engine, prompt, n) for prompt in prompts] for n in args.widths}
-    del engine
-    gc.collect()
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
-    model = model.to(args.device).eval()
-    sets[half] = {n: [hf_beams(model, prompt, levels, n) for prompt in prompts] for n in args.widths}
-    report(ours, half)
-    model = model.float()  # the same weights
-    sets[full] = {n: [hf_beams(model, prompt, levels, n) for prompt in prompts] for n in args.widths}
-    report(ours, full)
-    report(half, full)
+
+def shares(left: Sequence[Sids], right: Sequence[Sids], n: int) -> list[float]:
+    """Percent of the beams that each prompt's two sets have in common."""
+    return [100 * len(a & b) / n for a, b in zip(left, right)]
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """The mean and its standard error; 0 of a single value."""
+    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
+    return statistics.mean(values), error
 
 
 if __name__ == "__main__":
