@@ -6,6 +6,8 @@ once per request on the host (`EligibilityIndex.compile`); `acquire`, once per r
 sum, the first two spread over the steps of a request.
 
     python bench/filters.py [--items 10000000] [--exclude 1000] [--requests 4] [--width 256]
+
+The catalogue is made on the first run and kept in `build/bench`, from where it is memory-mapped as a server would.
 """
 
 from __future__ import annotations
@@ -32,20 +34,18 @@ from onela import ItemCatalog, Request, SidVocabulary
 from onela.decoding import Beams
 from onela.engine.served import ServedCatalog
 
+CATALOGUES = Path(__file__).resolve().parent.parent / "build" / "bench"
 
-def make_served(arguments: argparse.Namespace, device: torch.device) -> tuple[ServedCatalog, int]:
-    """The catalogue as it is served, and its number of items."""
-    size, levels = arguments.codebook, arguments.levels
+
+def make_served(items: int, levels: int, size: int, device: torch.device) -> ServedCatalog:
+    """A catalogue of random SIDs, as it is served."""
+    folder = CATALOGUES / f"random-{items}-{levels}x{size}"
+    if not folder.exists():
+        sids = np.random.default_rng(0).integers(0, size, size=(items, levels), dtype=np.int32)
+        ItemCatalog.from_arrays(np.arange(items), sids).save(folder)
     starts = [level * size for level in range(levels)]
     vocabulary = SidVocabulary.from_token_ids([list(range(start, start + size)) for start in starts])
-    if arguments.catalog is not None and arguments.catalog.exists():
-        catalog = ItemCatalog.load(arguments.catalog)
-        return ServedCatalog.prepare(catalog, vocabulary, device), catalog.num_items
-    sids = np.random.default_rng(0).integers(0, size, size=(arguments.items, levels), dtype=np.int32)
-    catalog = ItemCatalog.from_arrays(np.arange(len(sids)), sids)
-    if arguments.catalog is not None:
-        catalog.save(arguments.catalog)
-    return ServedCatalog.prepare(catalog, vocabulary, device), len(sids)
+    return ServedCatalog.prepare(ItemCatalog.load(folder), vocabulary, device)
 
 
 def time_host(runs: list[Callable[[], Any]]) -> list[float]:
@@ -84,18 +84,18 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--codebook", type=int, default=8192)
     parser.add_argument("--levels", type=int, default=3)
-    parser.add_argument("--catalog", type=Path, help="where the catalogue is kept between runs")
     parser.add_argument("--commit")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    served, count = make_served(arguments, device)
+    served = make_served(arguments.items, arguments.levels, arguments.codebook, device)
     index, masks = served.eligibility, served.masks
     assert index is not None
     assert masks is not None
     chance = np.random.default_rng(1)
     R, W = arguments.requests, arguments.width
-    excluded = [chance.choice(count, arguments.exclude, replace=False).tolist() for _ in range(3 * R + 1)]
+    numbers = [chance.choice(arguments.items, arguments.exclude, replace=False) for _ in range(12 * R + 1)]
+    excluded = [ids.tolist() for ids in numbers]
     index.compile(exclude_item_ids=excluded[-1])  # what all requests share is made once
     compiles = time_host([lambda e=e: index.compile(exclude_item_ids=e) for e in excluded[:-1]])  # type: ignore[misc]
     eligible = [

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from onela.errors import CatalogError, ConfigError
 from onela.items.columns import CatalogColumns, IdColumn, StringColumn
+from onela.items.lookup import SortedKeys
 from onela.items.trie import ItemTrie, pack_sids, sorted_order
 
 DUPLICATES = ("error", "best")
@@ -34,6 +36,11 @@ class Assembled:
     id_rows: np.ndarray
     trie: ItemTrie
     version: str
+
+    @cached_property
+    def id_lookup(self) -> SortedKeys:
+        """Finds keys among `id_keys`; made when it is first asked for."""
+        return SortedKeys(self.id_keys)
 
 
 def assemble(columns: CatalogColumns, duplicates: str = "error") -> Assembled:

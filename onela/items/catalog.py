@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from onela.errors import CatalogError, ConfigError
 from onela.items import storage
 from onela.items.assembly import Assembled, assemble
 from onela.items.builder import CatalogBuilder, CatalogItem, add_items, to_json
-from onela.items.columns import CatalogColumns, IdColumn, StringColumn, id_column, is_unicode
+from onela.items.columns import CatalogColumns, IdColumn, StringColumn, id_column
 from onela.items.detect import detect_format
 from onela.items.readers import ReadOptions, read_catalog
 from onela.items.trie import ItemTrie
@@ -347,37 +346,36 @@ class ItemCatalog:
 
     def find_many(self, item_ids: Sequence[int | str]) -> np.ndarray:
         """The items of many ids, [M] int64; -1 where there is none. No Python per id but for hash collisions."""
-        keys, column = self._parts.id_keys, self._parts.columns.ids
-        if column.kind == "int" and set(map(type, item_ids)) == {int}:
-            # One beyond 64 bits is found below to be none of the catalogue's.
-            with contextlib.suppress(OverflowError):
-                numbers = np.array(item_ids, dtype=np.int64)
-                place = _find_sorted(keys, numbers)
-                return np.where(keys[place] == numbers, self._parts.id_rows[place], -1).astype(np.int64)
-        result = np.full(len(item_ids), -1, dtype=np.int64)
-        kind = str if column.kind == "str" else int
-        known = np.flatnonzero([isinstance(i, kind) and not isinstance(i, bool) for i in item_ids])
-        if kind is int:
-            known = np.array([k for k in known.tolist() if -(2**63) <= item_ids[k] < 2**63], dtype=np.int64)
-        else:
-            known = np.array([k for k in known.tolist() if is_unicode(item_ids[k])], dtype=np.int64)
-        if len(known) == 0:
+        column = self._parts.columns.ids
+        try:
+            wanted = IdColumn(id_column(item_ids))
+        except (CatalogError, UnicodeEncodeError):
+            wanted = None
+        if (
+            wanted is None or wanted.kind != column.kind
+        ):  # some of them, or all, are no ids of this catalogue's kind
+            expected = str if column.kind == "str" else int
+            known = [
+                place
+                for place, item_id in enumerate(item_ids)
+                if type(item_id) is expected and column.key_of(item_id) is not None
+            ]
+            result = np.full(len(item_ids), -1, dtype=np.int64)
+            if known:
+                result[known] = self.find_many([item_ids[place] for place in known])
             return result
-        asked: list[Any] = [item_ids[k] for k in known.tolist()]
-        wanted = IdColumn(id_column(asked))
-        wanted_keys = wanted.keys()
-        place = _find_sorted(keys, wanted_keys)
-        items = self._parts.id_rows[place].astype(np.int64)
-        hit = keys[place] == wanted_keys
+        keys = wanted.keys()
+        places = self._parts.id_lookup.find(keys)
+        items = self._parts.id_rows[places].astype(np.int64)
+        hit = self._parts.id_keys[places] == keys
         if isinstance(wanted.values, StringColumn) and isinstance(column.values, StringColumn):
-            same = hit.copy()
-            same[hit] = column.values.take(items[hit]).equals(wanted.values.take(np.flatnonzero(hit)))
-            for k in np.flatnonzero(hit & ~same).tolist():  # another string with the same hash
-                found = self.find(asked[k])
-                items[k], same[k] = (0, False) if found is None else (found, True)
-            hit = same
-        result[known[hit]] = items[hit]
-        return result
+            rows = np.flatnonzero(hit)
+            hit[rows] = column.values.take(items[rows]).equals(wanted.values.take(rows))
+            for row in rows[~hit[rows]].tolist():  # another string with the same hash
+                found = self.find(item_ids[row])
+                if found is not None:
+                    items[row], hit[row] = found, True
+        return np.where(hit, items, -1)
 
     def __contains__(self, item_id: int | str) -> bool:
         return self.find(item_id) is not None
@@ -403,14 +401,3 @@ class ItemCatalog:
         if not 0 <= item < self.num_items:
             raise CatalogError(f"item: {item} is out of range 0..{self.num_items - 1}")
         return item
-
-
-def _find_sorted(keys: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """The first place of each wanted number among sorted ones, or of what stands in its stead; [M] integers.
-
-    They are looked up in order: neighbours then read the same parts of a table of millions.
-    """
-    order = np.argsort(wanted)
-    place = np.empty(len(wanted), dtype=np.int64)
-    place[order] = np.searchsorted(keys, wanted[order])
-    return np.minimum(place, len(keys) - 1)

@@ -78,7 +78,7 @@ class StringColumn:
 
     def take(self, rows: np.ndarray) -> StringColumn:
         """The strings at `rows`, in that order."""
-        lengths = np.diff(self.offsets)[rows]
+        lengths = self.offsets[rows + 1] - self.offsets[rows]
         offsets = np.zeros(len(rows) + 1, dtype=np.int64)
         np.cumsum(lengths, out=offsets[1:])
         data = np.empty(int(offsets[-1]), dtype=np.uint8)
@@ -276,7 +276,7 @@ def id_column(item_ids: object) -> np.ndarray | StringColumn:
             raise CatalogError(f"item_id: {item_ids[place]} does not fit 64 bits", line=place + 1)
         return item_ids.astype(np.int64, copy=False)
     values = item_ids.tolist() if isinstance(item_ids, np.ndarray) else list(item_ids)  # type: ignore[call-overload]
-    kinds = {type(value) for value in values}
+    kinds = set(map(type, values))
     if not kinds <= {int} and not kinds <= {str}:
         kind = type(values[0])
         wanted = {kind} if kind in (int, str) else set()

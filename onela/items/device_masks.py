@@ -43,14 +43,14 @@ class MaskPool:
                     return row
         row = self._free_row()
         target = self.rows[row]
-        places = self._bring(eligibility.places)
-        words = self._bring(eligibility.words.view(np.int32))
         if base is None:
             target.zero_()
-            target[places] = words
         else:
             target.copy_(self._base(base))
-            target[places] &= ~words
+        places, words = eligibility.places, eligibility.words
+        if len(places):  # both in one copy
+            changes = self._bring(np.concatenate([places.view(np.int32), words.view(np.int32)]))
+            target.scatter_(0, changes[: 2 * len(places)].view(torch.int64), changes[2 * len(places) :])
         self._users[row] = 1
         if shared and base is not None:
             self._shared[row] = base

@@ -18,6 +18,7 @@ import numpy as np
 from onela.errors import RequestError
 from onela.items.attributes import AttributeIndex, Filter
 from onela.items.catalog import ItemCatalog
+from onela.items.lookup import Stretches
 
 MAX_BASES = 16
 
@@ -45,7 +46,8 @@ class Eligibility:
 
     Attributes:
         base: what it starts from; None: from nothing.
-        places, words: [M] int64 and [M] uint32: words to be cleared of bits (`base & ~word`), or without a base set.
+        places, words: [M] int64 and [M] uint32: which words are not the base's, ascending, and what they are instead;
+            without a base all others are 0.
         num_nodes: eligible nodes of levels 1 to `num_levels`.
         excluded: items taken from the base, ascending. allowed: all there are, without a base, ascending.
     """
@@ -89,6 +91,9 @@ class EligibilityIndex:
         self.num_levels = trie.num_levels
         words = [-(-trie.num_nodes(level) // 32) for level in range(1, self.num_levels + 1)]
         self.level_words = (0, *np.cumsum(words).tolist())
+        # Whose an item is, and whose a node: before the first request, for it takes a while.
+        self._leaves = Stretches(catalog.item_offsets)
+        self._parents = tuple(Stretches(offsets) for offsets in trie.offsets[1:])
         self.max_bases = max_bases
         self._bases: OrderedDict[Filter, EligibleBase] = OrderedDict()
         self._attributes: AttributeIndex | None = None
@@ -187,11 +192,11 @@ class EligibilityIndex:
     def _without(self, base: EligibleBase, excluded: np.ndarray) -> Eligibility:
         """The base less some of its items. `excluded` is distinct and inside the base."""
         trie, offsets = self.catalog.trie, self.catalog.item_offsets
-        leaves, lost = _runs(_owner(offsets, excluded))
+        leaves, lost = _runs(self._leaves.of(excluded))
         nodes = leaves[lost == _counts(offsets, base.items, leaves)]
         closed = [nodes]
         for level in reversed(range(1, self.num_levels)):
-            parents, lost = _runs(_owner(trie.offsets[level], nodes))
+            parents, lost = _runs(self._parents[level - 1].of(nodes))
             if base.num_children is None:
                 children = trie.offsets[level][parents + 1] - trie.offsets[level][parents]
             else:
@@ -200,15 +205,16 @@ class EligibilityIndex:
             closed.append(nodes)
         closed.reverse()
         num_nodes = tuple(count - len(nodes) for count, nodes in zip(base.num_nodes, closed))
-        return Eligibility(base, *self._bits(closed), num_nodes, excluded, np.zeros(0, dtype=np.int64))
+        places, bits = self._bits(closed)
+        words = base.words[places] & ~bits
+        return Eligibility(base, places, words, num_nodes, excluded, np.zeros(0, dtype=np.int64))
 
     def _only(self, allowed: np.ndarray) -> Eligibility:
         """Some items and nothing else."""
-        trie = self.catalog.trie
-        nodes = _runs(_owner(self.catalog.item_offsets, allowed))[0]
+        nodes = _runs(self._leaves.of(allowed))[0]
         opened = [nodes]
-        for level in reversed(range(1, self.num_levels)):
-            nodes = _runs(_owner(trie.offsets[level], nodes))[0]
+        for parents in reversed(self._parents):
+            nodes = _runs(parents.of(nodes))[0]
             opened.append(nodes)
         opened.reverse()
         num_nodes = tuple(len(nodes) for nodes in opened)
@@ -221,20 +227,16 @@ class EligibilityIndex:
         if len(place) == 0:
             return place, bit
         # Nodes ascend level by level, and so do their words.
-        first = np.flatnonzero(np.diff(place, prepend=-1))
+        first = np.flatnonzero(np.concatenate([[True], place[1:] != place[:-1]]))
         return place[first], np.bitwise_or.reduceat(bit, first)
 
 
 def _runs(ascending: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The distinct values of an ascending array, and how often each is there."""
-    starts = np.flatnonzero(np.concatenate([[True], ascending[1:] != ascending[:-1]])[: len(ascending)])
-    return ascending[starts], np.diff(starts, append=len(ascending))
-
-
-def _owner(offsets: np.ndarray, members: np.ndarray) -> np.ndarray:
-    """Which stretch of `offsets` each member lies in, [M] int64."""
-    # Of another dtype, numpy would convert all the offsets.
-    return np.searchsorted(offsets, members.astype(offsets.dtype), side="right").astype(np.int64) - 1
+    differs = np.ones(len(ascending) + 1, dtype=bool)
+    np.not_equal(ascending[1:], ascending[:-1], out=differs[1:-1])
+    bounds = np.flatnonzero(differs)
+    return ascending[bounds[:-1]], bounds[1:] - bounds[:-1]
 
 
 def _counts(offsets: np.ndarray, mask: np.ndarray | None, owners: np.ndarray) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,9 @@ from onela.items.attributes import AttributeIndex
 LANGUAGES = ["en", "de", "fr"]
 
 
-def build(rows: list[dict[str, Any]]) -> ItemCatalog:
+def build(rows: list[dict[str, Any]], name: Callable[[int], int | str] = int) -> ItemCatalog:
     return ItemCatalog.from_items(
-        [{"item_id": i, "sid": row["sid"], "metadata": row["metadata"]} for i, row in enumerate(rows)]
+        [{"item_id": name(i), "sid": row["sid"], "metadata": row["metadata"]} for i, row in enumerate(rows)]
     )
 
 
@@ -93,15 +94,22 @@ filters = st.fixed_dictionaries(
         "year": st.lists(st.integers(0, 3), max_size=2),
     },
 )
-ids = st.lists(st.integers(-3, 75), max_size=40)
+ids = st.one_of(st.lists(st.integers(-3, 75), max_size=40), st.just([*range(75), *range(75)]))
 
 
 @settings(max_examples=300, deadline=None)
-@given(rows=rows, filter=filters, exclude=ids, allow=st.one_of(st.none(), ids))
+@given(
+    rows=rows, filter=filters, exclude=ids, allow=st.one_of(st.none(), ids), name=st.sampled_from([int, str])
+)
 def test_masks_are_those_of_a_loop_over_all_items(
-    rows: list[dict[str, Any]], filter: dict[str, Any], exclude: list[int], allow: list[int] | None
+    rows: list[dict[str, Any]],
+    filter: dict[str, Any],
+    exclude: list[Any],
+    allow: list[Any] | None,
+    name: Callable[[int], int | str],
 ) -> None:
-    catalog = build(rows)
+    catalog = build(rows, name)
+    exclude, allow = [*map(name, exclude)], None if allow is None else [*map(name, allow)]
     index = EligibilityIndex(catalog)
     filter = {name: value for name, value in filter.items() if name in index.attributes.names}
     compiled = index.compile(exclude_item_ids=exclude, allow_item_ids=allow, filter=filter)

@@ -126,7 +126,7 @@ def test_save_and_load(
     loaded = ItemTrie.load(path)
     assert (loaded.codebook_sizes, loaded.max_children) == (trie.codebook_sizes, trie.max_children)
     for ours, theirs in zip((*trie.offsets, *trie.codes), (*loaded.offsets, *loaded.codes)):
-        assert isinstance(theirs, np.memmap)
+        assert isinstance(theirs.base, np.memmap)
         assert ours.dtype == theirs.dtype
         assert np.array_equal(ours, theirs)
     assert isinstance(
