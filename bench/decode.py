@@ -4,12 +4,13 @@ The model has Qwen3.5-0.8B's shape (18 Gated DeltaNet and 6 softmax layers) and 
 random too, and the same for every arm. For every arm the requests are answered once, and their items are held against
 the first arm's; then every decode step is timed as the replay of its CUDA graph, and the matrix products of a step
 alone, on as many rows, in the same run. A step does not depend on how many follow it, so the time for SIDs of O tokens
-is the sum of the first O - 1 steps of the longest. `--parts` adds what the kernels of all steps are for (head and
-selection with the first arm, as they do not depend on it). `--gate-only` answers real prompts with a fp32 model of the
-same shape: there every arm must return the same items.
+is the sum of the first O - 1 steps of the longest. An arm whose pools and workspace do not fit into the GPU's memory by
+the formula of `onela capacity` is not tried. `--parts` adds what the kernels of all steps of the first shape are for
+(head and selection with the first arm, as they do not depend on it). `--gate-only` answers real prompts with a fp32
+model of the same shape: there every arm must return the same items.
 
     python bench/decode.py [--prompts 1024 5120] [--tokens 3 7] [--arms replay full_state_copy ...]
-    python bench/decode.py --shapes 1x128 1x512 16x128 --prompts 1024 --tokens 7
+    python bench/decode.py --shapes 4x256 1x512 16x128:1024 --tokens 3 4 5 6 7
 """
 
 from __future__ import annotations
@@ -43,8 +44,11 @@ from onela.bench.models import (
     random_model,
     vocabulary_of,
 )
+from onela.cli.capacity import possible_widths
 from onela.engine.verify import VARIANTS
 from onela.models import CausalLM
+from onela.models.footprint import module_bytes, row_bytes
+from onela.state.capacity import RequestSize, ServedModel, max_requests
 
 MIN_OVERLAP = 0.7
 """Least share of items that an arm must have in common with the first. In bf16 every layer rounds, and each arm rounds
@@ -106,13 +110,47 @@ def parse_shape(text: str) -> tuple[int, int]:
     return int(requests), int(width)
 
 
+def parse_case(text: str) -> tuple[int, int, int | None]:
+    """`4x256`, or `4x256:1024` for one length of the prompts alone."""
+    shape, colon, length = text.partition(":")
+    if colon and not (length.isdigit() and int(length)):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: after the colon the tokens of a prompt, such as 4x256:1024"
+        )
+    return *parse_shape(shape), int(length) if colon else None
+
+
+def fits(model: CausalLM, arm: str, case: dict[str, Any], args: argparse.Namespace) -> bool:
+    """Whether a GPU's memory holds the requests of a case, by formula; anything fits where there is no GPU."""
+    if not model.lm_head.weight.is_cuda or model.quantization != "none":
+        return True
+    dtype = model.lm_head.weight.dtype
+    tokens = max(args.tokens)
+    served = ServedModel(
+        model.config.geometry,
+        weight_bytes=module_bytes(model, dtype) + tokens * args.codebook * model.lm_head.weight[0].nbytes,
+        row_bytes=row_bytes(model.config, dtype),
+        num_codes=args.codebook,
+        dtype=dtype,
+        record_dtype=dtype,
+        max_batch_tokens=0,  # prompts are not run here
+    )
+    size = RequestSize(case["prompt"], possible_widths(case["W"], args.codebook, tokens))
+    return max_requests(served, arm, size, torch.cuda.mem_get_info()[1]).num_requests >= case["R"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--requests", type=int, default=4)
     parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--shapes", type=parse_shape, nargs="+", help="several requests x beams instead")
+    parser.add_argument(
+        "--shapes",
+        type=parse_case,
+        nargs="+",
+        help="several requests x beams instead, each with :TOKENS at will",
+    )
     parser.add_argument("--prompts", type=int, nargs="+", default=[1024, 5120])
     parser.add_argument("--tokens", type=int, nargs="+", default=[3, 7])
     parser.add_argument("--codebook", type=int, default=8192)
@@ -129,7 +167,7 @@ def main() -> None:
         "--gate-only", action="store_true", help="answer real prompts in fp32 at the same shape, time nothing"
     )
     parser.add_argument(
-        "--parts", action="store_true", help="time the kernels of all steps by what they are for"
+        "--parts", action="store_true", help="time the first shape's kernels by what they are for"
     )
     parser.add_argument("--profile", action="store_true", help="print the kernels of the first arm's steps")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no further case after this time")
@@ -154,7 +192,7 @@ def main() -> None:
     if device.type == "cuda":
         gc.collect()
         gc.freeze()
-    for place, (requests, width) in enumerate(args.shapes or [(args.requests, args.width)]):
+    for place, (requests, width, own) in enumerate(args.shapes or [(args.requests, args.width, None)]):
         arms = args.elsewhere if place and args.elsewhere else args.arms
         alone: list[float] | None = None
         if device.type == "cuda":
@@ -163,9 +201,10 @@ def main() -> None:
                 f"matrix products of a step, {requests * width} rows: {statistics.median(alone):.0f} us",
                 flush=True,
             )
-        for length in args.prompts:
+        for length in args.prompts if own is None else [own]:
             expected: list[Result] | None = None
             for name in arms:
+                started = time.perf_counter()
                 label = f"{name}, prompt {length}, {requests} x {width}"
                 if time.perf_counter() - began > args.seconds:
                     failures.add(label, "no time was left")
@@ -179,8 +218,12 @@ def main() -> None:
                 }
                 if args.quantization != "none":
                     case["quantization"] = args.quantization
+                if not fits(model, name, case, args):
+                    report_no_room(name, case, args)
+                    continue
+                parts = args.parts and not place
                 try:
-                    measured = measure_arm(model, vocabulary, name, case, alone, expected, args)
+                    measured = measure_arm(model, vocabulary, name, case, alone, expected, parts, args)
                     expected = expected or measured.results
                     share, _ = overlap(expected, measured.results)
                     if share < MIN_OVERLAP:
@@ -194,6 +237,7 @@ def main() -> None:
                 gc.collect()
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
+                print(f"    {time.perf_counter() - started:.2f} s in all", flush=True)
     failures.exit()
 
 
@@ -204,6 +248,7 @@ def measure_arm(
     case: dict[str, Any],
     alone: Sequence[float] | None,
     expected: Sequence[Result] | None,
+    parts: bool,
     args: argparse.Namespace,
 ) -> StepTimes:
     """Measure one arm of one case and report it."""
@@ -218,7 +263,7 @@ def measure_arm(
         zip(("overlap", "max_score_difference"), overlap(expected or measured.results, measured.results))
     )
     report(name, case, measured, alone, quality, args)
-    if args.parts and measured.captured:
+    if parts and measured.captured:
         report_parts(name, case, part_times(engine, *sizes, whole_steps=name == args.arms[0]), args)
     if args.profile and name == args.arms[0] and engine.runner.graphs is not None:
         for depth, graph in enumerate(engine.runner.graphs._graphs.values()):

@@ -121,3 +121,11 @@ def test_what_capacity_says_is_held_and_answered(monkeypatch: pytest.MonkeyPatch
         assert line["value"] == line["found"]["held"] == line["found"]["answered"] > 1
         assert line["found"]["pool_bytes"] == line["pool_bytes"]
         assert (line["found"]["refused"], line["found"]["alone"]) == (1, 1.0)
+
+
+def test_a_shape_may_name_its_prompts() -> None:
+    assert bench.decode.parse_case("4x256") == (4, 256, None)
+    assert bench.decode.parse_case("16x128:1024") == (16, 128, 1024)
+    for text in ("4x256:", "4x256:0"):
+        with pytest.raises(argparse.ArgumentTypeError, match=text):
+            bench.decode.parse_case(text)
