@@ -1,6 +1,6 @@
 """The sending side of a load test: one process of several, over keep-alive connections, with bodies encoded beforehand.
 
-Driven by `bench/serve.py` through its standard input and output, one JSON line each way:
+Driven by `bench/serve_load.py` through its standard input and output, one JSON line each way:
 
     {"prepare": NAME, "bodies": [...]}      encode these requests
     {"run": NAME, "host": ..., "port": ..., "start": T, "rate": R, "seed": S}       open loop: at random times

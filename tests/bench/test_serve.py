@@ -1,13 +1,18 @@
-"""The traffic of the load test: as many requests as asked for, of the lengths and the cached share that it says."""
+"""The load test's traffic is what it says it is, and its commands run."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+import bench.serve
 from bench.load_client import draw_tokens, encode_body, encode_request
-from bench.serve import make_traffic
+from bench.serve_load import make_traffic
 from onela import EngineConfig
 
 ARGUMENTS = argparse.Namespace(prompts=[1024, 5120], beam_width=256, n=50, client_processes=3)
@@ -54,3 +59,35 @@ def test_a_request_is_what_http_expects() -> None:
     head, rest = encode_request(body).split(b"\r\n\r\n", 1)
     assert rest == body
     assert f"Content-Length: {len(body)}".encode() in head
+
+
+@pytest.fixture
+def _sigterm() -> Iterator[None]:
+    """The script takes SIGTERM for itself."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_sigterm")
+def test_faults_of_a_few_requests(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    monkeypatch.setattr("sys.argv", ["serve.py", "faults", "--requests", "60", "--out", str(path)])
+    bench.serve.main()
+    line = json.loads(path.read_text())
+    assert (line["value"], line["places_held_afterwards"], line["requests"]) == (0, 0, 60)
+    assert line["good"] > 30
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_sigterm")
+def test_load_of_a_few_requests(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    sizes = ["--prompts", "20", "40", "--beam-width", "8", "--items", "500", "--count", "8", "--warm", "4"]
+    words = ["serve.py", "load", "--concurrency", "2", *sizes, "--limit-ms", "60000", "--out", str(path)]
+    monkeypatch.setattr("sys.argv", words)
+    bench.serve.main()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert {line["metric"] for line in lines} == {"latency_p99", "throughput"}
+    assert all((line["answered"], line["failed"]) == (8, {}) for line in lines)
