@@ -40,16 +40,17 @@ test-gpu: ## Tests that need a GPU, with GPU_PYTHON (default python3).
 	@$(GPU_CHECK)
 	@PYTHONPATH=. $(GPU_PYTHON) -m pytest -m gpu -p no:benchmark $(GPU_TESTS)
 
-bench: ## Measure on a GPU; lines go to bench/results.
+bench: ## Measure on a GPU, all or BENCHES; lines go to bench/results.
 	@$(GPU_CHECK)
-	@for bench in $(BENCHES); do PYTHONPATH=. $(GPU_PYTHON) -m bench.$$bench || exit 1; done
+	@PYTHONPATH=. $(GPU_PYTHON) -m bench.run_all $(BENCHES)
 
 clean: ## Remove the environment and everything built.
 	rm -rf $(VENV) build onela.egg-info
 
 GPU_PYTHON ?= python3
 GPU_TESTS ?= tests/ops tests/engine tests/models tests/items
-BENCHES ?= operator attention beam_select decode dram peers
+# Scripts of bench/ by name; empty: all that measure on a GPU.
+BENCHES ?=
 GPU_CHECK = $(GPU_PYTHON) -c "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 'make $@ needs an NVIDIA GPU, and torch sees none here')"
 
 $(VENV)/bin/python:

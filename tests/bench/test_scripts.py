@@ -6,6 +6,7 @@ import argparse
 import importlib
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 import bench.capacity
 import bench.decode
+import bench.run_all
 from bench.common import Failures
 
 ROOT = Path(__file__).parent.parent.parent
@@ -79,6 +81,43 @@ def test_every_option_that_a_script_reads_exists(name: str, monkeypatch: pytest.
     read = set(re.findall(r"(?<![\w.])(?:args|arguments)\.([a-z]\w*)\b(?!\()", source))
     read -= set(re.findall(r"(?<![\w.])(?:args|arguments)\.([a-z]\w*) = ", source))
     assert read <= options, f"{name}.py has no option for {read - options}"
+
+
+ELSEWHERE = {"cpu", "items", "load_client", "plots", "report", "run_all"}
+"""Scripts that measure on a CPU, or nothing."""
+
+
+def test_every_script_that_measures_on_a_gpu_is_run_with_options_that_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = {line.split()[0] for line in bench.run_all.COMMANDS}
+    assert names == {path.stem for path in SCRIPTS} - ELSEWHERE
+    parse = argparse.ArgumentParser.parse_args
+
+    def stop(parser: argparse.ArgumentParser) -> None:
+        parse(parser)
+        raise ParserError(parser)
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
+    for line in bench.run_all.COMMANDS:
+        name, *words = shlex.split(line)
+        monkeypatch.setattr("sys.argv", [f"{name}.py", *words])
+        with pytest.raises(ParserError):
+            importlib.import_module(f"bench.{name}").main()
+
+
+def test_a_failing_script_is_named_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["run_all.py"])
+    monkeypatch.setattr(bench.run_all, "COMMANDS", ("report --no-such-option", "report --help"))
+    with pytest.raises(SystemExit, match=r"^1 without a result: report --no-such-option$"):
+        bench.run_all.main()
+    assert "--check" in capfd.readouterr().out
+    monkeypatch.setattr("sys.argv", ["run_all.py", "repotr"])
+    with pytest.raises(SystemExit, match="2"):
+        bench.run_all.main()
+    assert "SCRIPT: 'repotr', expected one of report" in capfd.readouterr().err
 
 
 def test_a_script_starts_where_nothing_has_loaded_the_standard_librarys_operator(tmp_path: Path) -> None:
