@@ -40,27 +40,28 @@ def parse_sid_text(text: str) -> tuple[int, ...]:
     return tuple(codes)
 
 
-def find_levels(vocab: Mapping[str, int], pattern: str | Sequence[str] | None) -> tuple[str, list[Level]]:
+def find_levels(vocab: Mapping[str, int], sid_pattern: str | Sequence[str] | None) -> tuple[str, list[Level]]:
     """SID tokens of a vocabulary, per level a map of code to token string, and the name of the convention.
 
     Raises:
         VocabularyError: nothing found, two conventions present, a level missing, a code that is there twice.
     """
-    if isinstance(pattern, str):
-        return f"pattern {pattern}", _by_label(_collect(vocab, _compile(pattern, 2)), pattern)
-    if pattern is not None:
-        return _one_pattern_per_level(vocab, pattern)
+    if isinstance(sid_pattern, str):
+        labels = _collect(vocab, _compile(sid_pattern, 2))
+        return f"pattern {sid_pattern}", _by_label(labels, f"sid_pattern: {sid_pattern!r}")
+    if sid_pattern is not None:
+        return _one_pattern_per_level(vocab, sid_pattern)
     found = {name: _collect(vocab, regex) for name, regex in CONVENTIONS.items()}
     found = {name: labels for name, labels in found.items() if labels}
     if not found:
         raise VocabularyError(
             f"no SID tokens among {len(vocab)} tokens: looked for {' and '.join(CONVENTIONS)}; "
-            "pass pattern= (--sid-pattern), or the ids through SidVocabulary.from_token_ids (--vocabulary)"
+            "pass sid_pattern= (--sid-pattern), or the ids through SidVocabulary.from_token_ids (--vocabulary)"
         )
     if len(found) > 1:
         seen = "; ".join(f"{name}: {_summary(labels)}" for name, labels in found.items())
         raise VocabularyError(
-            f"two SID conventions are present ({seen}); pass pattern= (--sid-pattern) to choose one"
+            f"two SID conventions are present ({seen}); pass sid_pattern= (--sid-pattern) to choose one"
         )
     name, labels = next(iter(found.items()))
     return name, _by_label(labels, name)
@@ -81,7 +82,9 @@ def _collect(vocab: Mapping[str, int], regex: re.Pattern[str]) -> dict[str, Leve
 def _put(level: Level, digits: str, text: str) -> None:
     # isdecimal() lets through digits of other scripts, which int() reads as well: only ASCII is a code.
     if digits is None or not (digits.isascii() and digits.isdecimal()):
-        raise VocabularyError(f"token {text!r}: the code group matched {digits!r}, which is not a number")
+        raise VocabularyError(
+            f"sid_pattern: the code group matched {digits!r} of token {text!r}, which is not a number"
+        )
     if len(digits) > 9 or int(digits) > MAX_CODE:
         raise VocabularyError(f"token {text!r}: the code is above the limit {MAX_CODE}")
     other = level.setdefault(int(digits), text)
@@ -92,7 +95,7 @@ def _put(level: Level, digits: str, text: str) -> None:
 def _by_label(labels: dict[str, Level], what: str) -> list[Level]:
     """Levels in order; their labels must count up without a gap: a, b, c or 0, 1, 2 or 1, 2, 3."""
     if not labels:
-        raise VocabularyError(f"no token matches {what}")
+        raise VocabularyError(f"{what}: no token matches")
     if all(label.isascii() and label.isdecimal() for label in labels):
         numbers = {int(label): level for label, level in labels.items()}
         ordered, start = numbers, min(min(numbers), 1)
@@ -111,20 +114,20 @@ def _by_label(labels: dict[str, Level], what: str) -> list[Level]:
 
 def _one_pattern_per_level(vocab: Mapping[str, int], patterns: Sequence[str]) -> tuple[str, list[Level]]:
     if len(patterns) == 0:
-        raise VocabularyError("pattern: an empty list; expected one regular expression per level")
+        raise VocabularyError("sid_pattern: an empty list; expected one regular expression per level")
     regexes = [_compile(pattern, 1) for pattern in patterns]
     levels: list[Level] = [{} for _ in regexes]
     for text in vocab:
         hits = [(level, match) for level, regex in enumerate(regexes) if (match := regex.fullmatch(text))]
         if len(hits) > 1:
             raise VocabularyError(
-                f"token {text!r} matches the patterns of levels {hits[0][0]} and {hits[1][0]}"
+                f"sid_pattern: token {text!r} matches the patterns of levels {hits[0][0]} and {hits[1][0]}"
             )
         for level, match in hits:
             _put(levels[level], match["code"] if "code" in match.re.groupindex else match[1], text)
     for level, pattern in enumerate(patterns):
         if not levels[level]:
-            raise VocabularyError(f"level {level}: no token matches {pattern}")
+            raise VocabularyError(f"sid_pattern: level {level}: no token matches {pattern!r}")
     return "patterns " + ", ".join(patterns), levels
 
 
@@ -132,11 +135,11 @@ def _compile(pattern: str, num_groups: int) -> re.Pattern[str]:
     try:
         regex = re.compile(pattern)
     except re.error as error:
-        raise VocabularyError(f"pattern {pattern!r} is not a regular expression: {error}") from error
+        raise VocabularyError(f"sid_pattern: {pattern!r} is not a regular expression: {error}") from error
     names = {"level", "code"} if num_groups == 2 else {"code"}
     if not (names <= set(regex.groupindex) or (not regex.groupindex and regex.groups == num_groups)):
         groups = "the groups level and code" if num_groups == 2 else "one group, the code"
-        raise VocabularyError(f"pattern {pattern!r} must have {groups}")
+        raise VocabularyError(f"sid_pattern: {pattern!r} must have {groups}")
     return regex
 
 

@@ -105,19 +105,19 @@ class SidVocabulary:
 
     @classmethod
     def from_vocab(
-        cls, vocab: Mapping[str, int], pattern: str | Sequence[str] | None = None
+        cls, vocab: Mapping[str, int], sid_pattern: str | Sequence[str] | None = None
     ) -> SidVocabulary:
         """Find the SID tokens in a table of token string to token id.
 
         Args:
             vocab: every token of the tokenizer, added tokens included.
-            pattern: how a SID token reads, when it is none of the published ways (`<s_a_N>`, `<a_N>`): one
+            sid_pattern: how a SID token reads, when it is none of the published ways (`<s_a_N>`, `<a_N>`): one
                 regular expression with the groups `level` and `code` (or two groups in this order), or one
                 per level with a single group, the code. It must match the whole token.
         Raises:
             VocabularyError: nothing found, two conventions, a level missing, a code or token id repeated.
         """
-        convention, levels = find_levels(vocab, pattern)
+        convention, levels = find_levels(vocab, sid_pattern)
         sorted_levels = [sorted(level.items()) for level in levels]
         return cls(
             tuple(np.array([vocab[text] for _, text in level], dtype=np.int64) for level in sorted_levels),
@@ -132,7 +132,7 @@ class SidVocabulary:
     def from_tokenizer(
         cls,
         tokenizer: Any | str | os.PathLike[str],
-        pattern: str | Sequence[str] | None = None,
+        sid_pattern: str | Sequence[str] | None = None,
         *,
         local_files_only: bool = True,
     ) -> SidVocabulary:
@@ -140,7 +140,7 @@ class SidVocabulary:
 
         Args:
             tokenizer: a Hugging Face tokenizer (anything with `get_vocab()`), or a checkpoint directory.
-            pattern: as in `from_vocab`.
+            sid_pattern: as in `from_vocab`.
             local_files_only: whether a name is only looked for on this machine; False: on the Hugging Face Hub too.
         Raises:
             VocabularyError: the tokenizer cannot be loaded, or `from_vocab` refuses its table.
@@ -157,7 +157,7 @@ class SidVocabulary:
         get_vocab = getattr(tokenizer, "get_vocab", None)
         if get_vocab is None:
             raise VocabularyError(f"tokenizer: {type(tokenizer).__name__} has no get_vocab()")
-        return cls.from_vocab(get_vocab(), pattern)
+        return cls.from_vocab(get_vocab(), sid_pattern)
 
     # ---- tables
 

@@ -138,7 +138,7 @@ def test_wrong_or_ambiguous_vocabularies_are_refused(vocab: dict[str, int], mess
 
 def test_pattern_settles_an_ambiguous_vocabulary() -> None:
     vocab = {"<a_1>": 1, "<b_1>": 2, "<s_a_1>": 3, "<s_a_4>": 4}
-    vocabulary = SidVocabulary.from_vocab(vocab, pattern=r"<s_([a-z])_(\d+)>")
+    vocabulary = SidVocabulary.from_vocab(vocab, sid_pattern=r"<s_([a-z])_(\d+)>")
     assert vocabulary.codebook_sizes == (2,)
     assert vocabulary.token_ids(0).tolist() == [3, 4]
 
@@ -146,20 +146,20 @@ def test_pattern_settles_an_ambiguous_vocabulary() -> None:
 @pytest.mark.parametrize("start", [0, 1])
 def test_pattern_with_numbered_levels(start: int) -> None:
     vocab = {f"[{level + start}:{code}]": 10 * level + code for level in range(11) for code in range(2)}
-    named = SidVocabulary.from_vocab(vocab, pattern=r"\[(?P<level>\d+):(?P<code>\d+)\]")
+    named = SidVocabulary.from_vocab(vocab, sid_pattern=r"\[(?P<level>\d+):(?P<code>\d+)\]")
     assert named.codebook_sizes == (2,) * 11
     assert [named.token_ids(level)[0] for level in range(11)] == [10 * level for level in range(11)]
 
 
 def test_pattern_named_groups_may_be_swapped() -> None:
     vocab = {"5@a": 1, "7@b": 2}
-    vocabulary = SidVocabulary.from_vocab(vocab, pattern=r"(?P<code>\d+)@(?P<level>[a-z])")
+    vocabulary = SidVocabulary.from_vocab(vocab, sid_pattern=r"(?P<code>\d+)@(?P<level>[a-z])")
     assert [vocabulary.codes(level).tolist() for level in range(2)] == [[5], [7]]
 
 
 def test_one_pattern_per_level() -> None:
     vocab = {"genre_3": 1, "genre_1": 2, "brand_9": 3, "other_1": 4}
-    vocabulary = SidVocabulary.from_vocab(vocab, pattern=[r"genre_(\d+)", r"brand_(\d+)"])
+    vocabulary = SidVocabulary.from_vocab(vocab, sid_pattern=[r"genre_(\d+)", r"brand_(\d+)"])
     assert vocabulary.token_ids(0).tolist() == [2, 1]
     assert vocabulary.codes(1).tolist() == [9]
 
@@ -180,8 +180,9 @@ def test_one_pattern_per_level() -> None:
     ],
 )
 def test_wrong_patterns(pattern: str | list[str], message: str) -> None:
-    with pytest.raises(VocabularyError, match=message):
-        SidVocabulary.from_vocab({"<a_1>": 1, "<b_1>": 2, "<w-x>": 3, "<long_7>": 4}, pattern=pattern)
+    vocab = {"<a_1>": 1, "<b_1>": 2, "<w-x>": 3, "<long_7>": 4}
+    with pytest.raises(VocabularyError, match=f"^sid_pattern: .*{message}"):
+        SidVocabulary.from_vocab(vocab, sid_pattern=pattern)
 
 
 # ---- tokenizers
