@@ -20,10 +20,12 @@ Quantization = Literal["none", "fp8"]
 PREFIX = "ONELA_"
 SERVE_PREFIX = "ONELA_SERVE_"
 MAX_PORT = 65535
+MAX_BEAM_WIDTH = 65536
 
 
-def _option(default: Any, text: str, *, minimum: int | None = None) -> Any:
-    return field(default=default, metadata={"help": text, "minimum": minimum})
+def _option(default: Any, text: str, *, minimum: int | None = None, maximum: int | None = None) -> Any:
+    """A field: a number with a minimum, and perhaps a maximum; text without."""
+    return field(default=default, metadata={"help": text, "minimum": minimum, "maximum": maximum})
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,9 @@ class EngineConfig:
     warm_up_requests: int = _option(
         0, "capture decode forwards of up to so many requests before the first request; 0: none", minimum=0
     )
-    warm_up_beams: int = _option(256, "beams of each of the requests of warm_up_requests", minimum=1)
+    warm_up_beams: int = _option(
+        256, "beams of each of the requests of warm_up_requests", minimum=1, maximum=MAX_BEAM_WIDTH
+    )
     page_size: int = _option(64, "tokens per KV page", minimum=1)
     max_batch_tokens: int = _option(
         16384, "most prompt tokens in one step; longer prompts run in pieces", minimum=1
@@ -129,7 +133,7 @@ class ServerConfig:
     """
 
     host: str = _option("127.0.0.1", "address to listen on")
-    port: int = _option(8000, "port to listen on; 0: any free one", minimum=0)
+    port: int = _option(8000, "port to listen on; 0: any free one", minimum=0, maximum=MAX_PORT)
     model_name: str = _option("onela", "what the model is called in /v1/models and in answers")
     api_key: str | None = _option(None, "requests need `Authorization: Bearer <api_key>`; none: open to all")
     admin_token: str | None = _option(
@@ -151,8 +155,6 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         _check_options(self)
-        if self.port > MAX_PORT:
-            raise ConfigError(f"port: a whole number <= {MAX_PORT} is expected, got {self.port}")
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> ServerConfig:
@@ -161,7 +163,7 @@ class ServerConfig:
 
 
 def _check_options(config: Any) -> None:
-    """Refuse a value that is no choice of its option, below its minimum, or of the wrong kind."""
+    """Refuse a value that is no choice of its option, below its minimum, above its maximum, or of the wrong kind."""
     for option in dataclasses.fields(config):
         value = getattr(config, option.name)
         if option.name in CHOICES:
@@ -172,7 +174,7 @@ def _check_options(config: Any) -> None:
             if not isinstance(value, bool):
                 raise ConfigError(f"{option.name}: true or false is expected, got {value!r}")
             continue
-        minimum = option.metadata["minimum"]
+        minimum, maximum = option.metadata["minimum"], option.metadata["maximum"]
         if minimum is None:
             # Empty, a key would let everybody in, a host would listen everywhere, and a directory is no limit.
             if not value or (option.default is None and not isinstance(value, str)):
@@ -180,6 +182,8 @@ def _check_options(config: Any) -> None:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise ConfigError(f"{option.name}: a whole number >= {minimum} is expected, got {value!r}")
+        if maximum is not None and value > maximum:
+            raise ConfigError(f"{option.name}: a whole number <= {maximum} is expected, got {value}")
 
 
 def check_choice(option: str, value: Any, *, written: str | None = None) -> None:

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from onela.cli.common import JsonOption, format_bytes, print_json, print_table
-from onela.config import EngineConfig, check_choice
-from onela.decoding.params import MAX_BEAM_WIDTH, MAX_TOKENS
+from onela.cli.common import JsonOption, QuantizationOption, format_bytes, print_json, print_table
+from onela.config import MAX_BEAM_WIDTH, EngineConfig, check_choice
+from onela.decoding.params import MAX_TOKENS
 from onela.errors import ConfigError
 from onela.models import read_model_config
 from onela.models.footprint import row_bytes, weight_bytes
@@ -59,13 +59,15 @@ def capacity(
     prompt_tokens: Annotated[int, typer.Option("--prompt", min=1, help="Tokens of a prompt.")] = 1024,
     codebook_size: Annotated[int, typer.Option("--codebook", min=1, help="Codes of a level.")] = 8192,
     dtype: Annotated[str, typer.Option(help="Of weights and records: bfloat16 or float32.")] = "bfloat16",
-    quantization: Annotated[str, typer.Option(help="none, or fp8 weights.")] = "none",
+    quantization: QuantizationOption = None,
     page_size: Annotated[int, typer.Option(min=1, help="Tokens per KV page.")] = EngineConfig.page_size,
     json_output: JsonOption = False,
 ) -> None:
     """Print what each backend holds and writes per step, by formula, and how many requests fit into a memory."""
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype: {dtype!r} is none of {', '.join(DTYPES)}")
+    if quantization is None:
+        quantization = EngineConfig.quantization
     check_choice("quantization", quantization, written="--quantization")
     if memory is not None and model is None:
         raise ConfigError("--memory: needs a checkpoint directory, for its weights and all its layers")

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from onela.config import MAX_BEAM_WIDTH
 from onela.errors import RequestError
 
 Normalizer = Literal["level", "allowed", "vocabulary"]
-MAX_BEAM_WIDTH = 65536
 MAX_TOKENS = 64
 MAX_LENGTH_PENALTY = 100  # length**penalty stays a finite number for every length
 

@@ -10,12 +10,10 @@ from typing import Any
 import torch
 
 from onela.config import EngineConfig
-from onela.decoding.params import MAX_BEAM_WIDTH
 from onela.engine.graphs import ForwardGraphs, Shape, padded_shape
 from onela.engine.packing import StepShape
 from onela.engine.prefill_packing import FEW_KEYS, FEW_PROMPTS, LONG, SMALLEST, buckets_up_to
 from onela.engine.runner import Runner
-from onela.errors import ConfigError
 from onela.ops.prefill_tables import PrefillShape
 
 logger = logging.getLogger(__name__)
@@ -66,12 +64,7 @@ def warm_up(runner: Runner, config: EngineConfig, num_levels: int) -> float:
 
     A graph is worthless once a pool has been replaced by a larger one, so the pools get their room first: all that
     their limits allow where they are set, else that of the requests named here.
-
-    Raises:
-        ConfigError: no request may have as many beams.
     """
-    if config.warm_up_beams > MAX_BEAM_WIDTH:
-        raise ConfigError(f"warm_up_beams: at most {MAX_BEAM_WIDTH}, got {config.warm_up_beams}")
     start = time.perf_counter()
     state = runner.state
     prompts, records = state.prompts, state.records

@@ -10,9 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
 
 from onela._version import __version__
-from onela.config import ServerConfig
+from onela.config import MAX_BEAM_WIDTH, ServerConfig
 from onela.decoding import BeamParams
-from onela.decoding.params import MAX_BEAM_WIDTH
 from onela.engine import Request, Result
 from onela.errors import RequestError
 

@@ -456,7 +456,9 @@ def test_a_rehearsal_leaves_nothing_behind(caplog: pytest.LogCaptureFixture) -> 
     request = Request(prompt_token_ids=[5, 6, 7])
     assert answer(engine.generate([request])[0]) == answer(alone(request))
     assert not caplog.text
-    with pytest.raises(onela.ConfigError, match="warm_up_beams: at most 65536, got 65537"):
+    with pytest.raises(
+        onela.ConfigError, match="warm_up_beams: a whole number <= 65536 is expected, got 65537"
+    ):
         fake_engine(warm_up_requests=1, warm_up_beams=65537)
     # What goes wrong with it is said, and no more.
     fake_engine(**options, max_slots=1)
