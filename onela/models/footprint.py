@@ -54,8 +54,9 @@ def module_bytes(model: CausalLM, dtype: torch.dtype, quantization: str = "none"
 def row_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     """Activations of one row (a beam or a prompt token) at the peak of a forward, as an estimate from above.
 
-    What lies beside each other in the widest part of a layer: the residual stream, what is added to it and its norm,
-    and the inputs and outputs of the mixer or of the MLP; of a mixture as many as a token visits experts.
+    What lies beside each other in the widest part of a layer: the residual stream (fp32 in decode), what is added to
+    it and its norm, and the inputs and outputs of the mixer or of the MLP; of a mixture as many as a token visits
+    experts.
     """
     experts = config.moe.num_experts_per_token + 1 if config.moe else 1
     intermediate = max(
@@ -72,4 +73,5 @@ def row_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
         values = config.linear_num_value_heads * config.linear_value_head_dim
         # The projection, the convolved rows, and the recurrence's rows in fp32.
         widest = max(widest, (2 * keys + 2 * values) + (2 * keys + values) + 4 * values)
-    return (3 * config.hidden_size + widest) * dtype.itemsize
+    residual = config.hidden_size * torch.float32.itemsize
+    return residual + (2 * config.hidden_size + widest) * dtype.itemsize
