@@ -44,8 +44,11 @@ from onela.bench.models import (
     random_model,
     vocabulary_of,
 )
+from onela.bench.suite import read_shape
 from onela.cli.capacity import possible_widths
+from onela.config import CHOICES
 from onela.engine.verify import VARIANTS
+from onela.errors import ConfigError
 from onela.models import CausalLM
 from onela.models.footprint import module_bytes, row_bytes
 from onela.state.capacity import RequestSize, ServedModel, max_requests
@@ -104,10 +107,10 @@ def time_steps(
 
 def parse_shape(text: str) -> tuple[int, int]:
     """`4x256`: requests and beams of each."""
-    requests, _, width = text.partition("x")
-    if not (requests.isdigit() and width.isdigit() and int(requests) and int(width)):
-        raise argparse.ArgumentTypeError(f"{text!r}: requests x beams is expected, such as 4x256")
-    return int(requests), int(width)
+    try:
+        return read_shape(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def parse_case(text: str) -> tuple[int, int, int | None]:
@@ -158,7 +161,7 @@ def main() -> None:
     parser.add_argument("--elsewhere", nargs="+", help="arms of all shapes but the first; default: the same")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--quantization", choices=["none", "fp8"], default="none")
+    parser.add_argument("--quantization", choices=CHOICES["quantization"], default="none")
     parser.add_argument("--samples", type=int, default=5, help="of each step")
     parser.add_argument("--tiny", action="store_true", help="a model of four small layers, to try the script")
     parser.add_argument("--no-graphs", action="store_true")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +31,14 @@ from onela.state.capacity import FIT_ARMS, RequestSize, ServedModel, max_request
 ARMS = tuple(name for name, _ in VARIANTS)
 FIRST_TOKEN = 64
 """Where the codes begin in the vocabulary of a benchmark; prompts take the tokens before."""
+
+
+def read_shape(text: str, *, written: str = "shape") -> tuple[int, int]:
+    """`4x256`: requests and beams of each. Raises `ConfigError`, which calls the option what is `written`."""
+    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text, re.ASCII)
+    if found is None:
+        raise ConfigError(f"{written}: requests x beams such as 4x256 is expected, got {text!r}")
+    return int(found[1]), int(found[2])
 
 
 @dataclass(frozen=True)

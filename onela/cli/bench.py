@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import shlex
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +14,7 @@ from onela.bench.figures import figures, pyplot
 from onela.bench.models import SHAPE_08B, TINY, random_model
 from onela.bench.page import make_page
 from onela.bench.results import latest_lines
-from onela.bench.suite import FULL, QUICK, SMALL, Recorder, Suite, read_values, run_suite
+from onela.bench.suite import FULL, QUICK, SMALL, Recorder, Suite, read_shape, read_values, run_suite
 from onela.cli.common import QuantizationOption
 from onela.config import check_choice
 from onela.decoding.params import MAX_TOKENS
@@ -23,8 +22,6 @@ from onela.engine.engine import resolve_device
 from onela.errors import CheckpointError, ConfigError, UnavailableError
 from onela.models import CausalLM, load_model
 from onela.models.footprint import module_bytes
-
-SHAPE = re.compile(r"([1-9]\d*)x([1-9]\d*)")
 
 
 def bench(
@@ -68,11 +65,7 @@ def bench(
     if lines is not None:
         write_again(lines, out, plots)
         return
-    if device != "cpu" and not torch.cuda.is_available():
-        raise UnavailableError(
-            "onela bench measures a GPU, and torch sees none here; --device cpu runs a tiny version"
-        )
-    place = resolve_device(device)
+    place = choose_device(device)
     if plots:
         pyplot()  # what is missing is said before anything is measured
     suite = choose_suite(place, full, arms, shape, prompt, tokens, codebook)
@@ -86,7 +79,7 @@ def bench(
     if quantization == "fp8":
         decoder.quantize()
         name += ", fp8"
-    recorder = Recorder(results, command_line(model, suite, full, device, quantization), typer.echo)
+    recorder = Recorder(results, command_line(model, suite, full, place, quantization), typer.echo)
     memory = torch.cuda.mem_get_info(place)[1] if place.type == "cuda" else None
     run_suite(decoder, name, suite, recorder, weight_bytes=weights, memory=memory)
     drawn = figures(recorder.lines) if plots else {}
@@ -117,6 +110,14 @@ def write_again(lines: Path, out: Path, plots: bool) -> None:
     typer.echo(f"{page}: {len(rows)} results")
 
 
+def choose_device(name: str) -> torch.device:
+    """The device to measure. Raises `ConfigError`, `UnavailableError`."""
+    try:
+        return resolve_device(name)
+    except UnavailableError as error:
+        raise UnavailableError(f"{error}; --device cpu runs a tiny version") from None
+
+
 def make_directory(out: Path) -> Path:
     """Make the directory of a report, and open the report's file in it. Raises `ConfigError`."""
     page = out / "report.html"
@@ -139,7 +140,7 @@ def choose_suite(
 ) -> Suite:
     """What is measured on this device, changed by what was asked for. Raises `ConfigError`."""
     suite = SMALL if device.type == "cpu" else FULL if full else QUICK
-    sizes = tuple(map(read_shape, shapes or ()))
+    sizes = tuple(read_shape(text, written="--shape") for text in shapes or ())
     length = tokens or suite.tokens
     changes: dict[str, Any] = {
         "arms": tuple(arms or ()),
@@ -150,14 +151,6 @@ def choose_suite(
         "codebook": codebook,
     }
     return dataclasses.replace(suite, **{name: value for name, value in changes.items() if value})
-
-
-def read_shape(text: str) -> tuple[int, int]:
-    """`4x256`: requests and beams of each. Raises `ConfigError`."""
-    found = SHAPE.fullmatch(text)
-    if found is None:
-        raise ConfigError(f"--shape: requests x beams such as 4x256 is expected, got {text!r}")
-    return int(found[1]), int(found[2])
 
 
 def choose_model(path: Path | None, device: torch.device) -> tuple[CausalLM, str]:
@@ -172,14 +165,16 @@ def choose_model(path: Path | None, device: torch.device) -> tuple[CausalLM, str
     return random_model(read_values(path), dtype, device), f"{path.resolve().name}, random weights"
 
 
-def command_line(model: Path | None, suite: Suite, full: bool, device: str, quantization: str | None) -> str:
+def command_line(
+    model: Path | None, suite: Suite, full: bool, device: torch.device, quantization: str | None
+) -> str:
     """A command that measures the same; the checkpoint by its name alone."""
     words = ["onela", "bench", *([model.resolve().name] if model else []), *(["--full"] if full else [])]
     for arm in suite.arms if suite.arms not in (QUICK.arms, FULL.arms, SMALL.arms) else ():
         words += ["--arms", arm]
     if suite.model_shapes not in (QUICK.model_shapes, FULL.model_shapes, SMALL.model_shapes):
         words += [word for R, W in suite.model_shapes for word in ("--shape", f"{R}x{W}")]
-    base = SMALL if device == "cpu" else FULL if full else QUICK
+    base = SMALL if device.type == "cpu" else FULL if full else QUICK
     if suite.prompts != base.prompts:
         words += [word for length in suite.prompts for word in ("--prompt", str(length))]
     for option in ("tokens", "codebook"):
@@ -187,4 +182,4 @@ def command_line(model: Path | None, suite: Suite, full: bool, device: str, quan
             words += [f"--{option}", str(getattr(suite, option))]
     if quantization == "fp8":
         words += ["--quantization", "fp8"]
-    return shlex.join([*words, *(["--device", device] if device != "cuda" else [])])
+    return shlex.join([*words, *(["--device", str(device)] if str(device) != "cuda" else [])])

@@ -187,7 +187,7 @@ class Engine:
                 tokens, a tokenizer. Its `generation_config.json` is not read: nothing in it may cut beams.
             catalog: an `ItemCatalog`, or a file or directory that `ItemCatalog.load` reads.
             vocabulary: which tokens are SID codes; None: found in the tokenizer.
-            sid_pattern: how SID tokens read, `pattern` of `SidVocabulary.from_vocab`; None: in a published way.
+            sid_pattern: how SID tokens read, as in `SidVocabulary.from_vocab`; None: in a published way.
             forced_prefix, chat_template, enable_thinking: how text becomes tokens, see `PromptOptions`.
             options: fields of `EngineConfig` (`device`, `dtype`, `recurrent_backend`, ...).
         Raises:
@@ -513,6 +513,9 @@ def resolve_device(name: str) -> torch.device:
         raise ConfigError(f"device: {name!r} is none of auto, cpu, cuda, cuda:N") from None
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device: {name!r} is none of auto, cpu, cuda, cuda:N")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UnavailableError(f"device: {name!r} was asked for, and torch sees no GPU here")
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            seen = f"none after cuda:{count - 1}" if count else "no GPU"
+            raise UnavailableError(f"device: {name!r} was asked for, and torch sees {seen} here")
     return device

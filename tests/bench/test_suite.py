@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import xml.etree.ElementTree as ElementTree
@@ -12,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from bench.decode import parse_shape
 from onela.bench import figures, page, suite
 from onela.bench.models import TINY
 from onela.bench.results import Line, latest_lines
-from onela.cli.bench import choose_suite, read_shape
+from onela.cli.bench import choose_suite
 from onela.errors import ConfigError, OneLAError, UnavailableError
 from tests.checkpoints import save_qwen3_5
 from tests.cli.test_cli import run
@@ -124,7 +126,14 @@ def test_a_checkpoint_directory_lends_its_shape_or_its_weights(
 
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "--device cpu runs a tiny version" in run("bench", code=2).stderr
+    told = "device: 'cuda' was asked for, and torch sees no GPU here; --device cpu runs a tiny version"
+    assert told in run("bench", code=2).stderr
+    told = "device: 'tpu' is none of auto, cpu, cuda, cuda:N"
+    assert told in run("bench", "--device", "tpu", code=2).stderr
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    told = "device: 'cuda:99' was asked for, and torch sees none after cuda:1 here"
+    assert told in run("bench", "--device", "cuda:99", code=2).stderr
 
 
 def test_without_matplotlib_it_says_so_before_it_measures(
@@ -196,8 +205,12 @@ def test_what_is_asked_for_changes_the_suite() -> None:
     assert chosen.operator_shapes == ((3, 5, 4),)
     assert (chosen.arms, chosen.prompts, chosen.tokens, chosen.codebook) == (("replay",), (7, 9), 4, 11)
     for wrong in ("4", "0x5", "4x", "4x5x6"):
-        with pytest.raises(ConfigError, match="--shape: requests x beams such as 4x256"):
-            read_shape(wrong)
+        with pytest.raises(
+            ConfigError, match=f"--shape: requests x beams such as 4x256 is expected, got '{wrong}'"
+        ):
+            choose_suite(cpu, False, None, [wrong], None, None, None)
+        with pytest.raises(argparse.ArgumentTypeError, match=f"shape: .* got '{wrong}'"):
+            parse_shape(wrong)
     with pytest.raises(ConfigError, match="arms: 'mine' is none of replay"):
         choose_suite(cpu, False, ["mine"], None, None, None, None)
     with pytest.raises(ConfigError, match="prompts: whole numbers of at least 1"):
