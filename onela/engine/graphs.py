@@ -52,7 +52,8 @@ class ForwardGraphs(ABC, Generic[Shape, Buffers]):
     """The graphs of one kind of forward of one model over one state.
 
     A graph holds pointers and a shape, and nothing of a request: what a request brings is read from buffers that are
-    filled before each replay. It is thrown away when a pool has been replaced by a larger one.
+    filled before each replay. It is thrown away when a pool has been replaced by a larger one. Replays follow one
+    another, so all graphs work in the same memory, that of the largest; only their results have places of their own.
 
     Args:
         generation: changes whenever a pointer that the forward uses has changed.
@@ -70,6 +71,7 @@ class ForwardGraphs(ABC, Generic[Shape, Buffers]):
         self._made_for: object = None
         self._tried: set[Hashable] = set()
         self._pool: Any = None
+        self._stream: Any = None
 
     @property
     @abstractmethod
@@ -129,7 +131,10 @@ class ForwardGraphs(ABC, Generic[Shape, Buffers]):
         """Record the forward of a shape. All rows are padding meanwhile, so that no state is touched."""
         buffers = self.make_buffers(shape)
         forward = self.forward_over(buffers)
-        stream = torch.cuda.Stream(self.device)
+        if self._stream is None:
+            # One for all: what a capture has freed, the allocator gives to captures on the same stream alone.
+            self._stream = torch.cuda.Stream(self.device)
+        stream = self._stream
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             # Compiles the kernels and makes the libraries' workspaces, neither of which can be captured.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from typing import Any
 
@@ -142,6 +143,26 @@ def test_graphs_are_made_anew_when_a_pool_has_grown_and_live_through_a_switch(mo
     check(engine.generate(more), cpu[1].generate(more), 2e-3)
     assert graphs.failure is None
     assert graphs.num_captures == captures
+
+
+def test_graphs_share_their_memory(model: Any) -> None:
+    def captured() -> int:
+        segments = torch.cuda.memory_snapshot()
+        return sum(part["total_size"] for part in segments if tuple(part["segment_pool_id"]) != (0, 0))
+
+    engine = engine_of(moved(model, torch.bfloat16))
+    tokens = random_prompt(2000, seed=1)
+    gc.collect()  # the graphs of other tests
+    torch.cuda.empty_cache()
+    before = captured()
+    engine.generate([Request(prompt_token_ids=tokens, params=BeamParams(beam_width=64))])
+    first = captured() - before
+    assert first > 0
+    for length in (1700, 1300, 1000, 700):
+        engine.generate([Request(prompt_token_ids=tokens[:length], params=BeamParams(beam_width=32))])
+    assert engine.runner.num_captures >= 6
+    # A few results of their own, and what lies between the blocks.
+    assert captured() - before <= 2 * first
 
 
 def test_what_cannot_be_captured_runs_without_graphs(model: Any) -> None:
