@@ -21,6 +21,7 @@ if not __package__:  # bench/operator.py would hide the standard library's
 
 import argparse
 import copy
+import json
 import statistics
 import tempfile
 import time
@@ -38,6 +39,8 @@ from onela import BeamParams, Engine, Request, SidVocabulary
 
 CHUNK = 256
 """Beams in one forward of transformers: each has a copy of the prompt's cache."""
+BATCH = 8
+"""Prompts that OneLA answers together."""
 OURS, HALF, FULL = "onela bf16", "transformers bf16", "transformers fp32"
 WIDE = "transformers bf16, fp32 logits"
 
@@ -122,8 +125,8 @@ def our_beams(engine: Engine, prompts: Sequence[Sequence[int]], width: int) -> l
     return [{item.token_ids for item in result.items} for result in results]
 
 
-def write_random(path: Path, *, tiny: bool) -> tuple[SidVocabulary, Any]:
-    """Save a random Qwen3-1.7B in bfloat16; returns which tokens are its SIDs, and the model."""
+def write_random(path: Path, *, tiny: bool) -> SidVocabulary:
+    """Save a random Qwen3-1.7B in bfloat16; returns which tokens are its SIDs."""
     values = dict(QWEN3_1_7B) | (SMALL if tiny else {})
     codebook, first = (128, 64) if tiny else (8192, 100000)
     config = transformers.Qwen3Config(**{k: v for k, v in values.items() if k != "model_type"})
@@ -137,10 +140,9 @@ def write_random(path: Path, *, tiny: bool) -> tuple[SidVocabulary, Any]:
             else:
                 gain = 2.0 if "embed" in name else 1.0
                 parameter.normal_(0, gain / parameter.shape[-1] ** 0.5)
-    model = model.to(torch.bfloat16).eval()
-    model.save_pretrained(path)
+    model.to(torch.bfloat16).save_pretrained(path)
     starts = [first + level * codebook for level in range(3)]
-    return SidVocabulary.from_token_ids([range(start, start + codebook) for start in starts]), model
+    return SidVocabulary.from_token_ids([range(start, start + codebook) for start in starts])
 
 
 def demo_prompts(count: int) -> list[list[int]]:
@@ -178,14 +180,17 @@ def main() -> None:
         if args.model == "demo":
             path, vocabulary = args.checkpoint, None
             prompts = demo_prompts(args.prompts)
-            model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
         else:
             path = Path(folder)
-            vocabulary, model = write_random(path, tiny=args.tiny)
-            high = min(model.config.vocab_size, 100000)
+            vocabulary = write_random(path, tiny=args.tiny)
+            high = min(json.loads((path / "config.json").read_text())["vocab_size"], 100000)
             generator = torch.Generator().manual_seed(1)
             prompts = torch.randint(0, high, (args.prompts, args.prompt), generator=generator).tolist()
-        engine = Engine.from_pretrained(path, vocabulary=vocabulary, device=args.device, dtype="bfloat16")
+        engine = Engine.from_pretrained(
+            path, vocabulary=vocabulary, device=args.device, dtype="bfloat16", cuda_graphs=False
+        )
+        # Read from the file: a model that is rounded in place has its rotation's frequencies rounded too.
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
     compare(engine, model.to(args.device), prompts, args)
 
 
@@ -194,7 +199,14 @@ def compare(engine: Engine, half: Any, prompts: Sequence[Sequence[int]], args: a
     vocabulary, widths = engine.vocabulary, args.widths
     levels = [torch.as_tensor(vocabulary.token_ids(level)).long() for level in range(vocabulary.num_levels)]
     began = time.perf_counter()
-    sets: dict[Search, list[Sids]] = {(OURS, n): our_beams(engine, prompts, n) for n in widths}
+    sets: dict[Search, list[Sids]] = {
+        (OURS, n): [
+            found
+            for i in range(0, len(prompts), BATCH)
+            for found in our_beams(engine, prompts[i : i + BATCH], n)
+        ]
+        for n in widths
+    }
     print(f"onela: {time.perf_counter() - began:.1f} s for {len(prompts)} prompts", flush=True)
     began = time.perf_counter()
     full = copy.deepcopy(half).float()  # the same weights
