@@ -5,6 +5,10 @@ them is made here: a row per case, a column per arm. A later line of the same be
 replaces an earlier one. The first marker may go on: `arms=a,b` and `KEY=VALUE` keep only those arms and cases, and with
 `fields=a.b,c.d` the columns are these further fields of the lines, which must have the line's unit.
 
+Between `<!-- summary -->` and `<!-- /summary -->` stand the rows of `SUMMARY`, with a figure in the place of each
+`{BENCH METRIC KEY=VALUE ...}`: the value, or the least and the greatest of all cases that are chosen. `arm=a` keeps
+that arm, `field=a.b` takes another field, which has no unit, and a condition with a space stands in quotation marks.
+
     python -m bench.report [--check]
 """
 
@@ -19,6 +23,8 @@ if not __package__:  # bench/operator.py would hide the standard library's
 import argparse
 import json
 import re
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +32,52 @@ from onela.bench.results import latest_lines
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = ("docs/measured.md", "README.md")
-MARKERS = re.compile(r"(<!-- results: ([^>]*?) -->\n).*?(<!-- /results -->)", re.DOTALL)
+TABLES = re.compile(r"(<!-- results: ([^>]*?) -->\n).*?(<!-- /results -->)", re.DOTALL)
+SUMMARIES = re.compile(r"(<!-- summary -->\n).*?(<!-- /summary -->)", re.DOTALL)
+OPERATOR = "operator time arm=replay R=16 W=512 K=128 record_dtype=bfloat16"
+SPEEDUP = "operator_sweep median_speedup"
+LAYER = "layer_step time field=ratio_to_floor"
+PREFILL = "prefill prefill model=qwen3.5-0.8b cached=0"
+SELECT = "beam_select time C=8192 dtype=float32 children=None normalizer=level"
+SUMMARY = (
+    ("what", "measured", "published, or a peer"),
+    (
+        "the operator, all decode calls at R=16 W=512, 3 / 7 tokens",
+        f"{{{OPERATOR} O=3}} / {{{OPERATOR} O=7}}",
+        "0.212 / 0.990 ms",
+    ),
+    (
+        "the same over 405 shapes, median",
+        f"{{{SPEEDUP} over=full_state_copy}} full states copied, "
+        f"{{{SPEEDUP} 'over=best full_state_read_parent'}} read from the parent, "
+        f"{{{SPEEDUP} over=replay_ssm_shared}} ReplaySSM",
+        "17.5 to 46.3x",
+    ),
+    (
+        "DRAM traffic of the operator, R=4 W=512, 3 tokens",
+        "{dram dram arm=replay R=4 W=512 O=3}",
+        "161 MiB",
+    ),
+    (
+        "a Gated DeltaNet layer's step in one launch, over its byte floor",
+        f"{{{LAYER} arm=one_launch R=16}} (R=16), {{{LAYER} arm=one_launch R=4}} (R=4)",
+        f"two launches: {{{LAYER} arm=pair}}",
+    ),
+    (
+        "prefill of Qwen3.5-0.8B's shape, 4 x 1K / 1 x 5K / 4 x 5K tokens",
+        f"{{{PREFILL} prompts=4 tokens=1024}} / {{{PREFILL} prompts=1 tokens=5120}} / "
+        f"{{{PREFILL} prompts=4 tokens=5120}}",
+        f"its matrix products alone: {{{PREFILL} prompts=4 tokens=1024 field=floor}} / "
+        f"{{{PREFILL} prompts=1 tokens=5120 field=floor}} / {{{PREFILL} prompts=4 tokens=5120 field=floor}} ms",
+    ),
+    (
+        "selection over 8,192 codes, R=4 W=256 / R=16 W=512 / R=1 W=5000",
+        f"{{{SELECT} arm=kernels R=4 W=256}} / {{{SELECT} arm=kernels R=16 W=512}} / "
+        f"{{{SELECT} arm=kernels R=1 W=5000}}",
+        f"`log_softmax` and `topk`: {{{SELECT} arm=torch R=4 W=256}} / {{{SELECT} arm=torch R=16 W=512}} / "
+        f"{{{SELECT} arm=torch R=1 W=5000}}",
+    ),
+)
 
 
 def read_results(folder: Path = ROOT / "bench" / "results") -> list[dict[str, Any]]:
@@ -40,22 +91,63 @@ def format_value(row: dict[str, Any]) -> str:
         return str(row.get("note", "-"))
     if row["unit"] == "bytes":
         return f"{row['value'] / 2**30:.3g} GiB"
-    text = (
-        f"{row['value']:.3g} {row['unit']}"
-        if abs(row["value"]) < 1000
-        else f"{row['value']:.0f} {row['unit']}"
-    )
+    text = format_number(row["value"]) + format_unit(row["unit"])
     if row.get("ratio_to_floor"):
         text += f" ({row['ratio_to_floor']:.2f}x floor)"
     return text
 
 
-def field_row(row: dict[str, Any], field: str) -> dict[str, Any]:
-    """A line for one further field of a line, with the end of its path as its arm."""
+def format_number(value: float) -> str:
+    """Three digits, or a whole number where that has more."""
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+
+
+def format_unit(unit: str) -> str:
+    """What stands behind a number."""
+    return unit if unit in ("", "x") else f" {unit}"
+
+
+def field_of(row: dict[str, Any], field: str) -> Any:
+    """What a line holds under a path of names, None if nothing."""
     value: Any = row
     for name in field.split("."):
         value = value.get(name) if isinstance(value, dict) else None
-    return {**row, "arm": " ".join(field.split(".")[-2:]), "value": value, "ratio_to_floor": None}
+    return value
+
+
+def field_row(row: dict[str, Any], field: str) -> dict[str, Any]:
+    """A line for one further field of a line, with the end of its path as its arm."""
+    name = " ".join(field.split(".")[-2:])
+    return {**row, "arm": name, "value": field_of(row, field), "ratio_to_floor": None}
+
+
+def make_value(rows: list[dict[str, Any]], spec: str) -> str:
+    """One figure of the summary."""
+    bench, metric, *filters = shlex.split(spec)
+    chosen = [row for row in rows if row["bench"] == bench and row["metric"] == metric]
+    field, unit = "value", chosen[0]["unit"] if chosen else ""
+    for item in filters:
+        key, _, value = item.partition("=")
+        if key == "arm":
+            chosen = [row for row in chosen if row["arm"] == value]
+        elif key == "field":
+            field, unit = value, ""
+        else:
+            chosen = [row for row in chosen if str(row["case"].get(key)) == value]
+    values = [value for row in chosen if (value := field_of(row, field)) is not None]
+    if not values:
+        return "no line yet"
+    ends = dict.fromkeys(format_number(value) for value in (min(values), max(values)))
+    return " to ".join(ends) + format_unit(unit)
+
+
+def make_summary(rows: list[dict[str, Any]], summary: Sequence[Sequence[str]]) -> str:
+    """A Markdown table of texts with figures in them, its first row the heads."""
+    cells = [
+        [re.sub(r"{(.*?)}", lambda spec: make_value(rows, spec[1]), c) for c in line] for line in summary
+    ]
+    cells.insert(1, ["---"] * len(cells[0]))
+    return "".join(f"| {' | '.join(line)} |\n" for line in cells)
 
 
 def make_table(rows: list[dict[str, Any]], spec: str) -> str:
@@ -112,14 +204,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--check", action="store_true", help="change nothing; fail if a table is out of date")
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; fail if a document is out of date"
+    )
     options = parser.parse_args()
     rows = read_results()
     stale = []
     for name in DOCUMENTS:
         path = ROOT / name
         text = path.read_text()
-        fresh = MARKERS.sub(lambda match: match[1] + make_table(rows, match[2]) + match[3], text)
+        fresh = TABLES.sub(lambda match: match[1] + make_table(rows, match[2]) + match[3], text)
+        fresh = SUMMARIES.sub(lambda match: match[1] + make_summary(rows, SUMMARY) + match[2], fresh)
         if fresh != text:
             stale.append(name)
             if not options.check:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.report import make_table
+from bench.report import make_summary, make_table
 
 
 def line(rate: int, p50: float, p99: float, arm: str = "onela") -> dict[str, Any]:
@@ -40,4 +40,20 @@ def test_columns_may_be_other_fields_of_the_lines() -> None:
         "| --- | --- | --- |",
         "| 60 | 20 ms | - |",
         "| 90 | 30 ms | - |",
+    ]
+
+
+def test_a_summary_has_a_figure_for_each_condition() -> None:
+    rows = [line(60, 20, 55.5), line(90, 30, 99), line(60, 40, 1234.5, "other"), line(90, 1, 2, "a b")]
+    spec = "serve latency_p99"
+    summary = [
+        ("what", "how long"),
+        ("one", f"{{{spec} arm=other}}, p50 {{{spec} arm=other field=stages.latency.p50}}"),
+        ("two", f"{{{spec} arm=onela}} / {{{spec} 'arm=a b' W=256}} / {{{spec} rate=7}} / {{serve nothing}}"),
+    ]
+    assert make_summary(rows, summary).splitlines() == [
+        "| what | how long |",
+        "| --- | --- |",
+        "| one | 1234 ms, p50 40 |",
+        "| two | 55.5 to 99 ms / 2 ms / no line yet / no line yet |",
     ]
