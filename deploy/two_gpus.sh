@@ -5,5 +5,5 @@
 set -e
 cd "$(dirname "$0")/.."
 test "$(nvidia-smi -L | wc -l)" -ge 2 || { echo "two GPUs are needed" >&2; exit 1; }
-PYTHONSAFEPATH=1 PYTHONPATH=. exec python3 bench/serve.py faults --replicas 2 --gpus-per-replica 1 \
+exec python3 bench/serve.py faults --replicas 2 --gpus-per-replica 1 \
     --requests 10000 --cache-bytes 500000000 "$@"
