@@ -25,6 +25,7 @@ PAIRS = [
     ("onela.ops.norm", "swiglu"),
     ("onela.ops.linear", "quantize_rows"),
     ("onela.ops.linear", "float8_linear"),
+    ("onela.ops.linear", "linear_swiglu"),
     ("onela.ops.linear", "rms_norm_float8"),
     ("onela.ops.linear", "swiglu_float8"),
 ]

@@ -10,8 +10,8 @@ from onela.models.config import ModelConfig
 from onela.models.quantized import Float8Linear, Float8Rows, Float8Weight, Rows, Weight, linear
 from onela.ops.attention import beam_attention, prefill_attention
 from onela.ops.gated_delta import gated_delta_layer_prefill
-from onela.ops.linear import rms_norm_float8, swiglu_float8
-from onela.ops.norm import gated_rms_norm, qk_norm_rotary, rms_norm, rotary, sigmoid_gate, swiglu
+from onela.ops.linear import linear_swiglu, rms_norm_float8, swiglu_float8
+from onela.ops.norm import gated_rms_norm, qk_norm_rotary, rms_norm, rotary, sigmoid_gate
 from onela.state import DecodeState, GatedDeltaWeights, PrefillInputs, StepInputs
 
 Rope = tuple[Tensor, Tensor]
@@ -128,10 +128,11 @@ class MLP(FusedLinear):
     def forward(self, x: Rows) -> Tensor:
         if self.fused is None:
             return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        if isinstance(self.fused, Tensor):
+            assert isinstance(x, Tensor), "rows in float8 go to weights in float8"
+            return self.down_proj(linear_swiglu(x, self.fused))
         gate_up = linear(x, self.fused)
-        if self.takes_float8:
-            return self.down_proj(Float8Rows(*swiglu_float8(gate_up), gate_up.dtype))
-        return self.down_proj(swiglu(gate_up))
+        return self.down_proj(Float8Rows(*swiglu_float8(gate_up), gate_up.dtype))
 
     def fuse(self) -> None:
         self.fuse_linear([self.gate_proj, self.up_proj])

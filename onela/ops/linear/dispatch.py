@@ -1,17 +1,21 @@
-"""Which implementation of the ops in 8 bits runs: what the GPU has for float8, else the reference."""
+"""Which implementation of a linear map runs: what the GPU has for it, else the reference."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from onela.ops.linear.reference import (
     float8_linear_ref,
+    linear_swiglu_ref,
     quantize_rows_ref,
     rms_norm_float8_ref,
     swiglu_float8_ref,
 )
+from onela.ops.norm import swiglu
 
+HALVES = (torch.bfloat16, torch.float16)
 MAX_ROW = 32768
 ALIGNMENT = 16
 """The scaled product wants rows and columns in multiples of this."""
@@ -44,6 +48,22 @@ def swiglu_float8(gate_up: Tensor) -> tuple[Tensor, Tensor]:
 
         return swiglu_float8_triton(gate_up)
     return swiglu_float8_ref(gate_up)
+
+
+def linear_swiglu(x: Tensor, weight: Tensor) -> Tensor:
+    """`linear_swiglu_ref`: on Hopper in one launch where there are rows enough, else by torch's matrix product.
+
+    Args, Returns, Raises: as in `linear_swiglu_ref`.
+    Numerics: as in the implementation that runs.
+    """
+    if not x.is_cuda:
+        return linear_swiglu_ref(x, weight)
+    if x.dtype in HALVES and torch.cuda.get_device_capability(x.device)[0] == 9:
+        from onela.ops.linear.swiglu_hopper import linear_swiglu_hopper, supports
+
+        if supports(x, weight):
+            return linear_swiglu_hopper(x, weight)
+    return swiglu(F.linear(x, weight))
 
 
 def float8_linear(

@@ -64,6 +64,22 @@ def swiglu_float8_ref(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     return quantize_rows_ref(swiglu_ref(gate_up))
 
 
+def linear_swiglu_ref(x: Tensor, weight: Tensor) -> Tensor:
+    """The MLP's gated product of two linear maps of one input: `silu(x @ gate^T) * (x @ up^T)`.
+
+    Args:
+        x: [N, K]. weight: [2*D, K], gate's rows first, in x's dtype.
+    Returns:
+        [N, D] in x's dtype.
+
+    Numerics: both maps are rounded to x's dtype first, and so is the SiLU; deterministic.
+    Raises: ShapeError, DtypeError.
+    """
+    check_float("x", x, None, None)
+    check_float("weight", weight, None, x.shape[1])
+    return swiglu_ref(F.linear(x, weight))
+
+
 def float8_linear_ref(
     x: Tensor, x_scales: Tensor, weight: Tensor, weight_scales: Tensor, *, out_dtype: torch.dtype
 ) -> Tensor:
