@@ -210,7 +210,7 @@ class PrefillGraphs(ForwardGraphs[PrefillShape, PrefillBuffers]):
     def __init__(
         self, forward: Callable[[PrefillInputs], Tensor], prompts: PromptPool, device: torch.device
     ) -> None:
-        super().__init__(lambda: (prompts.prompt_tensors.generation, prompts.page_tensors.generation), device)
+        super().__init__(lambda: prompts.generation, device)
         self.forward = forward
         self.prompts = prompts
 
@@ -219,7 +219,7 @@ class PrefillGraphs(ForwardGraphs[PrefillShape, PrefillBuffers]):
         return MAX_PREFILL_GRAPHS
 
     def variant(self, shape: PrefillShape) -> Hashable:
-        return shape.num_prompts, shape.rectangle, shape.num_keys > 0
+        return shape.num_prompts, shape.rectangle, shape.goes_on
 
     def make_buffers(self, shape: PrefillShape) -> PrefillBuffers:
         return PrefillBuffers(shape, self.prompts, self.device)

@@ -22,8 +22,6 @@ FEW_PROMPTS = 4
 """So many prompts share one shape, whatever the length of the longest."""
 LONG = 512
 """Shorter prompts are not worth a rectangle."""
-FEW_KEYS = 1 << 14
-"""So many keys, cached and new, share one shape."""
 
 
 def new_tokens(chunk: PrefillChunk) -> NewTokens:
@@ -37,36 +35,29 @@ def new_tokens(chunk: PrefillChunk) -> NewTokens:
 def exact_shape(chunks: Sequence[PrefillChunk]) -> PrefillShape:
     """The sizes of these chunks' forward, without any room."""
     lengths = [chunk.end - chunk.start for chunk in chunks]
-    cached = sum(chunk.start for chunk in chunks)
-    total = sum(lengths)
-    if cached:
-        return PrefillShape(total, len(chunks), max(lengths), total + cached)
-    return PrefillShape(total, len(chunks), max(lengths), rectangle=len(chunks) == 1)
+    goes_on = any(chunk.start for chunk in chunks)
+    return PrefillShape(
+        sum(lengths), len(chunks), max(lengths), goes_on, rectangle=len(chunks) == 1 and not goes_on
+    )
 
 
 def padded_prefill_shape(shape: PrefillShape) -> PrefillShape:
-    """The shape that stands for all with a little fewer tokens, prompts or keys.
+    """The shape that stands for all with a little fewer tokens or prompts.
 
     A single new prompt is a rectangle, and so are a few of nearly the same length: then attention is faster.
-    Tokens are padded by at most a sixteenth (an eighth below 1024, or to the next 32), prompts and the keys of prompts
-    that go on to a power of four; one that goes on has a shape of its own.
+    Tokens are padded by at most a sixteenth (an eighth below 1024, or to the next 32), prompts to a power of four; a
+    single one that goes on has a shape of its own.
     """
     T = bucket(shape.num_tokens)
     side = bucket(shape.longest)
     few = shape.num_prompts <= FEW_PROMPTS and side >= LONG and shape.num_prompts * side <= T + T // 16
-    if not shape.num_keys and (shape.num_prompts == 1 or few):
+    if not shape.goes_on and (shape.num_prompts == 1 or few):
         return PrefillShape(shape.num_prompts * side, shape.num_prompts, side, rectangle=True)
     B = 1 if shape.num_prompts == 1 else FEW_PROMPTS
     while shape.num_prompts > B:
         B *= 4
     longest = T if B <= FEW_PROMPTS else min(T, _power_of_two(max(shape.longest, T - shape.num_tokens)))
-    # The padding tokens have keys too, and so has a forward of nothing else.
-    keys = 0
-    if shape.num_keys:
-        needed, keys = max(shape.num_keys + T - shape.num_tokens, T), FEW_KEYS
-        while keys < needed:
-            keys *= 4
-    return PrefillShape(T, B, longest, keys)
+    return PrefillShape(T, B, longest, shape.goes_on)
 
 
 def holds(room: PrefillShape, shape: PrefillShape) -> bool:
@@ -74,20 +65,18 @@ def holds(room: PrefillShape, shape: PrefillShape) -> bool:
     if not shape.num_tokens <= room.num_tokens <= max(shape.num_tokens * 9 // 8, shape.num_tokens + SLACK):
         return False
     if room.rectangle:
-        alike = shape.num_prompts == room.num_prompts and not shape.num_keys
+        alike = shape.num_prompts == room.num_prompts and not shape.goes_on
         return alike and shape.longest <= room.longest
     padding = room.num_tokens - shape.num_tokens
     if shape.num_prompts > room.num_prompts or max(shape.longest, padding) > room.longest:
         return False
-    if not room.num_keys:
-        return not shape.num_keys
-    return room.num_keys >= max(shape.num_keys, shape.num_tokens) + padding
+    return room.goes_on or not shape.goes_on
 
 
 def stand_in(captured: Iterable[PrefillShape], shape: PrefillShape) -> PrefillShape | None:
     """The least of the captured shapes that holds a forward of the exact sizes `shape`; None if there is none."""
     fitting = [room for room in captured if holds(room, shape)]
-    return min(fitting, key=lambda room: (room.num_tokens, not room.rectangle, room.num_keys), default=None)
+    return min(fitting, key=lambda room: (room.num_tokens, not room.rectangle, room.goes_on), default=None)
 
 
 def bucket(num_tokens: int) -> int:

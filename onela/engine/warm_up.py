@@ -12,7 +12,7 @@ import torch
 from onela.config import EngineConfig
 from onela.engine.graphs import ForwardGraphs, Shape, padded_shape
 from onela.engine.packing import StepShape
-from onela.engine.prefill_packing import FEW_KEYS, FEW_PROMPTS, LONG, SMALLEST, buckets_up_to
+from onela.engine.prefill_packing import FEW_PROMPTS, LONG, SMALLEST, buckets_up_to
 from onela.engine.runner import Runner
 from onela.ops.prefill_tables import PrefillShape
 
@@ -32,12 +32,7 @@ def prefill_shapes(config: EngineConfig) -> Iterator[PrefillShape]:
     for T in reversed(buckets_up_to(limit)):
         if T >= LONG:
             yield PrefillShape(T, 1, T, rectangle=True)
-        keys = 0
-        if config.prompt_cache_bytes:
-            keys = 4 * FEW_KEYS
-            while keys < 4 * T:
-                keys *= 4
-        yield PrefillShape(T, SOME_PROMPTS, T, keys)
+        yield PrefillShape(T, SOME_PROMPTS, T, goes_on=config.prompt_cache_bytes > 0)
 
 
 def decode_shapes(config: EngineConfig, num_levels: int) -> list[StepShape]:

@@ -28,15 +28,14 @@ class PrefillShape:
     Attributes:
         num_tokens: T. num_prompts: B, the sequence of the padding tokens left out.
         longest: the most new tokens that a prompt may have.
-        num_keys: the most tokens that all sequences may have, cached ones included; 0: no prompt goes on from a
-            state of its own.
+        goes_on: whether a prompt may go on from a state of its own.
         rectangle: whether prompt n begins at token `n * longest`; then T is `B * longest`.
     """
 
     num_tokens: int
     num_prompts: int
     longest: int
-    num_keys: int = 0
+    goes_on: bool = False
     rectangle: bool = False
 
     @property
@@ -49,10 +48,6 @@ class PrefillShape:
         """The most chunks that this many tokens in this many sequences can make."""
         return self.num_tokens // CHUNK + self.num_sequences
 
-    def num_key_pages(self, page_size: int) -> int:
-        """The most pages, whole or not, that the keys can fill."""
-        return self.num_keys // page_size + self.num_sequences if self.num_keys else 0
-
 
 @dataclass(frozen=True)
 class PrefillTables:
@@ -64,10 +59,8 @@ class PrefillTables:
         chunks: [C, 2], sequence and number of each chunk of `CHUNK` tokens; what is left over lies past every end.
         chunk_starts: [S+1], the first chunk of each sequence.
         page_rows: [T], the row of the paged cache (page * page_size + place) where each token's keys go; PAD for none.
-        cu_keys: [S+1], tokens of each sequence, cached ones included, packed.
-        key_pages: [P, 3], page, first packed row and number of rows of each piece of the keys; page PAD for zeros.
         num_prompts: B. longest: the most new tokens of a sequence.
-        num_keys: rows of the packed keys; 0: nothing is cached.
+        goes_on: whether a prompt may hold tokens already.
         rectangle: whether prompt n begins at token `n * longest`.
     """
 
@@ -77,11 +70,9 @@ class PrefillTables:
     chunks: Tensor
     chunk_starts: Tensor
     page_rows: Tensor
-    cu_keys: Tensor
-    key_pages: Tensor
     num_prompts: int
     longest: int
-    num_keys: int
+    goes_on: bool
     rectangle: bool = False
 
 
@@ -121,8 +112,6 @@ class TableLayout:
             "last_rows": B,
             "chunks": 2 * shape.num_chunks,
             "chunk_starts": S + 1,
-            "cu_keys": S + 1,
-            "key_pages": 3 * shape.num_key_pages(page_size),
         }
         self.places: dict[str, tuple[int, int]] = {}
         self.size = 0
@@ -144,13 +133,12 @@ class TableLayout:
             if name not in ("token_ids", "positions", "last_rows")
         }
         parts["chunks"] = parts["chunks"].view(-1, 2)
-        parts["key_pages"] = parts["key_pages"].view(-1, 3)
         shape = self.shape
         return PrefillTables(
             **parts,
             num_prompts=shape.num_prompts,
             longest=shape.longest,
-            num_keys=shape.num_keys,
+            goes_on=shape.goes_on,
             rectangle=shape.rectangle,
         )
 
@@ -203,21 +191,4 @@ class TableLayout:
         chunks[:] = (len(sequences) - 1, BEHIND)
         chunks[: starts[-1], 0] = np.repeat(np.arange(len(sequences)), num_chunks)
         chunks[: starts[-1], 1] = np.arange(starts[-1]) - np.repeat(starts[:-1], num_chunks)
-        cu_keys = np.cumsum([0, *(a + b for a, b in zip(lengths, cached))])
-        self.part(numbers, "cu_keys")[:] = cu_keys
-        if shape.num_keys:
-            pieces = [
-                (
-                    -1 if prompt is None or not len(prompt.pages) else prompt.pages[i],
-                    first + i * page_size,
-                    page_size,
-                )
-                for prompt, first, end in zip(sequences, cu_keys.tolist(), cu_keys[1:].tolist())
-                for i in range(-(-(end - first) // page_size))
-            ]
-            if pieces:
-                key_pages = self.part(numbers, "key_pages").reshape(-1, 3)
-                key_pages[: len(pieces)] = pieces
-                ends = np.repeat(cu_keys[1:], -(-np.diff(cu_keys) // page_size))
-                key_pages[: len(pieces), 2] = np.minimum(page_size, ends - key_pages[: len(pieces), 1])
         return host

@@ -10,7 +10,6 @@ import torch
 from onela import BeamParams, Engine, EngineConfig, Request
 from onela.engine.graphs import ForwardGraph, PrefillGraphs
 from onela.engine.prefill_packing import (
-    FEW_KEYS,
     PrefillBuffers,
     bucket,
     buckets_up_to,
@@ -135,10 +134,9 @@ def test_a_few_buckets_hold_any_number_of_tokens(limit: int) -> None:
     [
         (PrefillShape(1000, 1, 1000, rectangle=True), PrefillShape(1024, 1, 1024, rectangle=True)),
         (PrefillShape(1000, 2, 500), PrefillShape(1024, 4, 1024)),
-        (PrefillShape(1000, 2, 500, 9000), PrefillShape(1024, 4, 1024, 16384)),
-        (PrefillShape(1000, 2, 500, 16370), PrefillShape(1024, 16, 1024, 65536)),
-        (PrefillShape(1000, 5, 500), PrefillShape(1024, 16, 1024, 65536)),
-        (PrefillShape(1000, 5, 500, 65530), None),
+        (PrefillShape(1000, 2, 500, goes_on=True), PrefillShape(1024, 4, 1024, goes_on=True)),
+        (PrefillShape(1000, 5, 500), PrefillShape(1024, 16, 1024, goes_on=True)),
+        (PrefillShape(1000, 5, 500, goes_on=True), PrefillShape(1024, 16, 1024, goes_on=True)),
         (PrefillShape(1000, 17, 100), None),
         (PrefillShape(1030, 2, 515), None),
         (PrefillShape(900, 2, 450), None),
@@ -148,7 +146,7 @@ def test_a_captured_shape_stands_in_for_what_it_holds(
     shape: PrefillShape, expected: PrefillShape | None
 ) -> None:
     captured = [PrefillShape(1024, 1, 1024, rectangle=True), PrefillShape(1024, 4, 1024)]
-    captured += [PrefillShape(1024, 4, 1024, 16384), PrefillShape(1024, 16, 1024, 65536)]
+    captured += [PrefillShape(1024, B, 1024, goes_on=True) for B in (4, 16)]
     assert stand_in(captured, shape) == expected
 
 
@@ -160,9 +158,9 @@ def test_a_captured_shape_stands_in_for_what_it_holds(
         (PrefillShape(4 * 5120 - 9, 4, 5120), PrefillShape(20480, 4, 5120, rectangle=True)),
         (PrefillShape(5120, 4, 2000), PrefillShape(5120, 4, 5120)),
         (PrefillShape(5120, 5, 2000), PrefillShape(5120, 16, 2048)),
-        (PrefillShape(512, 1, 512, 5120), PrefillShape(512, 1, 512, FEW_KEYS)),
-        (PrefillShape(512, 2, 300, 5120), PrefillShape(512, 4, 512, FEW_KEYS)),
-        (PrefillShape(16000, 17, 30, 16384), PrefillShape(16384, 64, 512, 4 * FEW_KEYS)),
+        (PrefillShape(512, 1, 512, True), PrefillShape(512, 1, 512, True)),
+        (PrefillShape(512, 2, 300, True), PrefillShape(512, 4, 512, True)),
+        (PrefillShape(16000, 17, 30, True), PrefillShape(16384, 64, 512, True)),
     ],
 )
 def test_shapes_have_room_for_their_padding(given: PrefillShape, expected: PrefillShape) -> None:

@@ -51,13 +51,10 @@ KERNELS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
         | {"SPLIT": True, "CACHED": True},
     ),
     "write_pages_kernel": (
-        "attention._prefill_kernel", 4, {"p_page_rows": "*i32"}, PAGES | {"PACK": True}
-    ),
-    "gather_pages_kernel": (
-        "attention._prefill_kernel", 4, {"p_key_pages": "*i32"}, PAGES | {"PAGE": 64}
+        "attention._prefill_kernel", 4, {"p_page_rows": "*i32"}, PAGES
     ),
     "last_row_kernel": (
-        "attention._prefill_kernel", 4, PARTS | {"p_cu_keys": "*i32", "scale_log2": "fp32"},
+        "attention._prefill_kernel", 4, PARTS | {"p_cu_seqlens": "*i32", "scale_log2": "fp32"},
         {"HKV": 2, "G": 4, "D": 256, "STEP": 1, "SPLITS": 32, "BLOCK_G": 16, "BLOCK_N": 64, "BLOCK_D": 256}
         | {"UPCAST": False},
     ),

@@ -1,4 +1,4 @@
-"""The tables of a prefill forward: every token, chunk and key of every prompt once, padding nowhere."""
+"""The tables of a prefill forward: every token and chunk of every prompt once, padding nowhere."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_prompts_stand_side_by_side_and_padding_behind_them(padding: int, spare:
         prompt(9, 32, 1, [7, 8, 9]),
         prompt(64, 0, 0, [1, 2, 5, 4]),
     ]
-    shape = PrefillShape(143 + padding, 3 + spare, 70, 512)
+    shape = PrefillShape(143 + padding, 3 + spare, 70, goes_on=True)
     layout = TableLayout(shape, PAGE)
     flat = layout.host(prompts)
     tables = layout.tables(flat)
@@ -43,33 +43,23 @@ def test_prompts_stand_side_by_side_and_padding_behind_them(padding: int, spare:
     assert tables.chunks.tolist()[: len(wanted)] == wanted
     assert all(row == [3 + spare, BEHIND] for row in tables.chunks.tolist()[len(wanted) :])
     assert tables.chunk_starts.tolist() == [0, *np.cumsum(counts).tolist()]
-    # Keys: each prompt's pages once, the last one cut, and zeros for the padding.
-    assert tables.cu_keys.tolist() == [0, 70, 111, 175, *[175] * spare, 175 + padding]
-    pieces = [piece for piece in tables.key_pages.tolist() if piece[2]]
-    assert sum(count for _, _, count in pieces) == 175 + padding
-    assert [page for page, _, _ in pieces][:12] == [20, 21, 22, 23, 24, 7, 8, 9, 1, 2, 5, 4]
-    assert [count for _, _, count in pieces][:8] == [16, 16, 16, 16, 6, 16, 16, 9]
-    assert [at for _, at, _ in pieces][5:8] == [70, 86, 102]
-    assert all(page == -1 for page, _, _ in pieces[12:])
 
 
 def test_a_buffer_of_nothing_is_all_padding() -> None:
-    layout = TableLayout(PrefillShape(128, 4, 128, 256), PAGE)
+    layout = TableLayout(PrefillShape(128, 4, 128, goes_on=True), PAGE)
     tables = layout.tables(layout.host([]))
     assert tables.cu_seqlens.tolist() == [0, 0, 0, 0, 0, 128]
     assert set(tables.prompts.tolist()) == {-1}
     assert set(tables.page_rows.tolist()) == {-1}
-    assert {page for page, _, count in tables.key_pages.tolist() if count} == {-1}
 
 
 def test_the_largest_batches_of_a_shape_fit_into_its_tables() -> None:
-    """As many chunks and pieces of keys as there can be: every prompt one token past a border."""
+    """As many chunks as there can be: every prompt one token past a border."""
     prompts = [prompt(CHUNK + 1, 16, i, list(range(10 * i, 10 * i + 6))) for i in range(4)]
     total = 4 * (CHUNK + 1)
-    layout = TableLayout(PrefillShape(total + 1, 4, CHUNK + 1, total + 4 * 16 + 1), PAGE)
+    layout = TableLayout(PrefillShape(total + 1, 4, CHUNK + 1, goes_on=True), PAGE)
     tables = layout.tables(layout.host(prompts))
     assert int(tables.chunk_starts[-1]) == 9 <= len(tables.chunks)
-    assert sum(1 for piece in tables.key_pages.tolist() if piece[2]) == 25 <= len(tables.key_pages)
 
 
 def test_in_a_rectangle_every_prompt_begins_at_its_own_row() -> None:

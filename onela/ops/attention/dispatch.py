@@ -97,6 +97,7 @@ def prefill_attention(
                 *(q, k, v),
                 k_cache=k_cache,
                 v_cache=v_cache,
+                page_table=page_table,
                 scale=scale,
                 last_only=last_only,
                 tables=tables,

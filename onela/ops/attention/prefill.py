@@ -1,8 +1,8 @@
-"""Causal attention of packed prompts on a GPU, by the kernels that torch brings: cuDNN's, or flash attention's.
+"""Causal attention of packed prompts on a GPU.
 
 New keys go to their pages in one launch. When every prompt is new, attention reads the keys as they are: cuDNN's where
-the prompts form a rectangle, flash attention where they are packed. Otherwise the prompts' keys, cached and new, are
-first brought together from their pages, and flash attention reads those.
+the prompts form a rectangle, flash attention where they are packed. Where prompts go on from what they hold already, a
+kernel of our own reads all keys from their pages.
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from onela.ops._checks import check_float, check_groups, check_index
 from onela.ops.attention._prefill_kernel import (
-    gather_pages_kernel,
     last_row_kernel,
     merge_parts_kernel,
+    pages_attention_kernel,
     write_pages_kernel,
 )
+from onela.ops.attention.decode import multiprocessors, shared_memory
 from onela.ops.prefill_tables import PrefillTables
 
 logger = logging.getLogger(__name__)
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 PARTS = 32
-"""Parts that the keys of a prompt are read in when only its last row asks."""
+"""The most parts that the keys of a prompt are read in."""
 HALVES = (torch.bfloat16, torch.float16)
 _refused: dict[tuple[object, ...], str] = {}
 """Heads that cuDNN has refused, and why."""
 
 
 def supports(q: Tensor, k_cache: Tensor) -> bool:
-    """Whether torch's packed attention takes these: on a GPU, 16-bit, heads of at most 256."""
+    """Whether packed attention takes these: on a GPU, 16-bit, heads of at most 256."""
     D = q.shape[-1]
     return q.is_cuda and q.dtype in HALVES and k_cache.dtype == q.dtype and D <= 256 and D % 8 == 0
 
@@ -50,6 +51,7 @@ def prefill_attention_packed(
     *,
     k_cache: Tensor,
     v_cache: Tensor,
+    page_table: Tensor,
     scale: float | None = None,
     last_only: bool = False,
     tables: PrefillTables,
@@ -74,28 +76,80 @@ def prefill_attention_packed(
     check_float("k_cache", k_cache, None, None, HKV, D)
     check_float("v_cache", v_cache, *k_cache.shape)
     check_index("page_rows", tables.page_rows, T)
-    k, v = (x if x.stride(-1) == 1 and x.stride(1) == D else x.contiguous() for x in (k, v))
-    v = write_pages(k, v, k_cache, v_cache, tables, pack=tables.rectangle and not tables.num_keys)
-    keys, values, cu_keys, longest_keys = k, v, tables.cu_seqlens, tables.longest
-    if tables.num_keys:
-        keys, values = gather_pages(k_cache, v_cache, tables)
-        cu_keys, longest_keys = tables.cu_keys, tables.num_keys
+    q, k, v = (x if x.stride(-1) == 1 and x.stride(1) == D else x.contiguous() for x in (q, k, v))
+    write_pages(k, v, k_cache, v_cache, tables)
     scale = D**-0.5 if scale is None else scale
+    if tables.goes_on:
+        return pages_attention(q, k_cache, v_cache, page_table, tables, scale, last_only=last_only)
     if last_only:
-        return last_row_attention(q, keys, values, cu_keys, 2 if tables.rectangle else 1, scale)
-    if tables.rectangle and not tables.num_keys and refused(q, k) is None:
+        return last_row_attention(q, k, v, tables.cu_seqlens, 2 if tables.rectangle else 1, scale)
+    if tables.rectangle and refused(q, k) is None:
         try:
-            return dense_attention(q, keys, values, tables.num_prompts, scale)
+            return dense_attention(q, k, v, tables.num_prompts, scale)
         except RuntimeError as error:
             refuse(q, k, error)
-    return flash_attention(q, keys, values, tables.cu_seqlens, cu_keys, tables.longest, longest_keys, scale)
+    return flash_attention(q, k, v, tables.cu_seqlens, tables.longest, scale)
 
 
-def last_row_attention(q: Tensor, k: Tensor, v: Tensor, cu_keys: Tensor, step: int, scale: float) -> Tensor:
+def pages_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    tables: PrefillTables,
+    scale: float,
+    *,
+    last_only: bool,
+) -> Tensor:
+    """Causal attention of new tokens over all keys in their prompts' pages, cut into parts where tiles are too few.
+
+    Args:
+        q: [T, HQ, D], or with `last_only` [B, HQ, D]. page_table: [num_prompts, max_pages] int32.
+    Returns:
+        o: as q, zeros for a row that sees no keys.
+    """
+    T, HQ, D = q.shape
+    page_size, HKV = k_cache.shape[1:3]
+    G = HQ // HKV
+    # The padding behind the prompts has no last token that anybody asks for.
+    S = tables.num_prompts if last_only else tables.prompts.shape[0]
+    block_m = 128 if T * G >= 128 and not last_only else max(16, triton.next_power_of_2(G))
+    block_n, block_d = 64, triton.next_power_of_2(D)
+    # A tile of queries and two blocks of keys and values each in flight must fit into shared memory.
+    while block_n > 16 and (block_m + 4 * block_n) * block_d * q.element_size() > shared_memory(q.device):
+        block_n //= 2
+    tiles = triton.cdiv(T * G, block_m) * HKV
+    # As many parts as fill the device, a power of two, none of less than four blocks.
+    wanted = min(multiprocessors(q.device) // tiles, page_table.shape[1] * page_size // (4 * block_n), PARTS)
+    splits = 1 << max(0, wanted.bit_length() - 1)
+    # Prompts without tokens have no tile: nobody writes their rows, nor their parts.
+    make = torch.zeros if last_only else torch.empty
+    o = make(T, HQ, D, dtype=q.dtype, device=q.device)
+    part_o = part_m = part_l = None
+    if splits > 1:
+        part_o = torch.empty(T, HQ, splits, D, dtype=torch.float32, device=q.device)
+        part_m, part_l = (make(T, HQ, splits, dtype=torch.float32, device=q.device) for _ in range(2))
+    pages_attention_kernel[(triton.cdiv(T * G, block_m) + S, HKV, splits)](
+        q, k_cache, v_cache, page_table, tables.prompts, tables.cached_lens, tables.cu_seqlens, o, part_o, part_m,
+        part_l, q.stride(0), page_table.stride(0), scale * math.log2(math.e), S,
+        HKV=HKV, G=G, D=D, PAGE=page_size, LAST=last_only, SPLITS=splits, BLOCK_S=triton.next_power_of_2(S),
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, UPCAST=INTERPRETED,
+        num_warps=8 if block_m == 128 else 4, num_stages=2,
+    )  # fmt: skip
+    if splits > 1:
+        merge_parts_kernel[(T * HQ,)](
+            part_o, part_m, part_l, o, D=D, SPLITS=splits, BLOCK_D=block_d, num_warps=4
+        )
+    return o
+
+
+def last_row_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, step: int, scale: float
+) -> Tensor:
     """Attention of one row per prompt over all of its keys, which are cut into parts for many programs.
 
     Args:
-        q: [B, HQ, D]; k, v: [num_keys, HKV, D]. cu_keys: [S+1] int32, bounds of the sequences' keys.
+        q: [B, HQ, D]; k, v: [T, HKV, D]. cu_seqlens: [S+1] int32, bounds of the sequences.
         step: prompt n is sequence `n * step`.
     Returns:
         o: [B, HQ, D], zeros for a prompt without keys.
@@ -107,7 +161,7 @@ def last_row_attention(q: Tensor, k: Tensor, v: Tensor, cu_keys: Tensor, step: i
     part_m, part_l = (torch.empty(B, HQ, PARTS, dtype=torch.float32, device=q.device) for _ in range(2))
     block_d = triton.next_power_of_2(D)
     last_row_kernel[(PARTS, B, HKV)](
-        q.contiguous(), k, v, cu_keys, part_o, part_m, part_l, k.stride(0), v.stride(0), scale * math.log2(math.e),
+        q, k, v, cu_seqlens, part_o, part_m, part_l, q.stride(0), k.stride(0), v.stride(0), scale * math.log2(math.e),
         HKV=HKV, G=HQ // HKV, D=D, STEP=step, SPLITS=PARTS, BLOCK_G=max(16, triton.next_power_of_2(HQ // HKV)),
         BLOCK_N=64, BLOCK_D=block_d, UPCAST=INTERPRETED, num_warps=4, num_stages=2,
     )  # fmt: skip
@@ -115,33 +169,15 @@ def last_row_attention(q: Tensor, k: Tensor, v: Tensor, cu_keys: Tensor, step: i
     return o
 
 
-def write_pages(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, tables: PrefillTables, *, pack: bool
-) -> Tensor:
-    """Put new keys and values into their pages, in one launch. Returns v, in rows that adjoin if `pack`."""
+def write_pages(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, tables: PrefillTables) -> None:
+    """Put new keys and values into their pages, in one launch."""
     T, HKV, D = k.shape
-    size = HKV * D
-    packed = v.new_empty(T, HKV, D) if pack else v
-    block_d = triton.next_power_of_2(size)
+    block_d = triton.next_power_of_2(HKV * D)
     block_r = max(1, 4096 // block_d)
     write_pages_kernel[(triton.cdiv(T, block_r),)](
-        k, v, k_cache, v_cache, tables.page_rows, packed, T, k.stride(0), v.stride(0),
-        SIZE=size, BLOCK_R=block_r, BLOCK_D=block_d, PACK=pack, num_warps=4,
+        k, v, k_cache, v_cache, tables.page_rows, T, k.stride(0), v.stride(0),
+        SIZE=HKV * D, BLOCK_R=block_r, BLOCK_D=block_d, num_warps=4,
     )  # fmt: skip
-    return packed
-
-
-def gather_pages(k_cache: Tensor, v_cache: Tensor, tables: PrefillTables) -> tuple[Tensor, Tensor]:
-    """Keys and values [num_keys, HKV, D] of all sequences, cached ones included, in rows that adjoin."""
-    page_size, HKV, D = k_cache.shape[1:]
-    keys, values = (k_cache.new_empty(tables.num_keys, HKV, D) for _ in range(2))
-    block_d = triton.next_power_of_2(HKV * D)
-    block_r = max(1, min(triton.next_power_of_2(page_size), 8192 // block_d))
-    gather_pages_kernel[(tables.key_pages.shape[0], triton.cdiv(page_size, block_r))](
-        k_cache, v_cache, tables.key_pages, keys, values,
-        PAGE=page_size, SIZE=HKV * D, BLOCK_R=block_r, BLOCK_D=block_d, num_warps=4,
-    )  # fmt: skip
-    return keys, values
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, num_prompts: int, scale: float) -> Tensor:
@@ -190,22 +226,15 @@ def _flash_options() -> tuple[Any, dict[str, Any], dict[str, Any]]:
 
 
 def flash_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_queries: Tensor,
-    cu_keys: Tensor,
-    longest: int,
-    longest_keys: int,
-    scale: float,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float
 ) -> Tensor:
-    """Causal attention by flash attention; a sequence's queries are the last of its tokens.
+    """Causal attention of packed prompts by flash attention.
 
     Args:
-        q: [T, HQ, D]; k, v: [num_keys, HKV, D]; cu_queries, cu_keys: [S+1] int32, bounds of the sequences.
-        longest, longest_keys: no sequence has more.
+        q: [T, HQ, D]; k, v: [T, HKV, D]; cu_seqlens: [S+1] int32, bounds of the sequences.
+        longest: no sequence has more.
     """
     run, causal, grouped = _flash_options()
     if q.shape[1] == k.shape[1]:
         grouped = {}
-    return run(q, k, v, cu_queries, cu_keys, longest, longest_keys, scale=scale, **causal, **grouped)
+    return run(q, k, v, cu_seqlens, cu_seqlens, longest, longest, scale=scale, **causal, **grouped)

@@ -53,7 +53,7 @@ def chunk_rule_fla(
         first call in a process, which waits for the device.
     """
     tune((q.shape[1], v.shape[1], q.shape[2], v.shape[2]), q.dtype, q.device)
-    initial = load_states(recurrent_state, tables) if tables.num_keys else None
+    initial = load_states(recurrent_state, tables) if tables.goes_on else None
     o, final = chunked_rule(q, k, v, g, beta, initial, tables)
     store_states(final, mixed_qkv, recurrent_state, conv_state, tables)
     return o
@@ -133,7 +133,7 @@ def store_states(
         final, recurrent_state, mixed_qkv, conv_state, tables.cu_seqlens, tables.prompts, tables.cached_lens,
         mixed_qkv.stride(0), state_blocks,
         ROW=row, SIZE=V * K, C=C, KERNEL=tail + 1, BLOCK=block, BLOCK_C=block_c,
-        SPLIT=recurrent_state.dim() == 5, CACHED=tables.num_keys > 0, num_warps=8,
+        SPLIT=recurrent_state.dim() == 5, CACHED=tables.goes_on, num_warps=8,
     )  # fmt: skip
 
 
@@ -166,11 +166,9 @@ def tune(sizes: tuple[int, int, int, int], dtype: torch.dtype, device: torch.dev
         chunks=torch.stack([chunk // per_sequence, chunk % per_sequence], 1).contiguous(),
         chunk_starts=counts * per_sequence,
         page_rows=none,
-        cu_keys=none,
-        key_pages=none,
         num_prompts=S,
         longest=TUNING_TOKENS,
-        num_keys=0,
+        goes_on=False,
     )
     chunked_rule(q, k, v, g, beta, None, tables)
     _tuned.add(key)

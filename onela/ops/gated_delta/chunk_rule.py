@@ -72,9 +72,7 @@ def chunk_rule_triton(
     Numerics: fp32 sums of 16-bit operands; the state stays fp32 from chunk to chunk, and is rounded where it is
         multiplied; deterministic.
     """
-    config = config or choose_config(
-        tables.num_prompts * v.shape[1], v.shape[2], tables.num_keys > 0, q.device
-    )
+    config = config or choose_config(tables.num_prompts * v.shape[1], v.shape[2], tables.goes_on, q.device)
     T, H, K = q.shape
     HV, V = v.shape[1:]
     w, u, p = q.new_empty(T, HV, K), torch.empty_like(v), q.new_empty(T, HV, CHUNK)
@@ -95,7 +93,7 @@ def chunk_rule_triton(
         BLOCK_V=config.block_v,
         KERNEL=conv_state.shape[2] + 1,
         SPLIT=recurrent_state.dim() == 5,
-        CACHED=tables.num_keys > 0,
+        CACHED=tables.goes_on,
         num_warps=config.scan_warps,
         num_stages=config.stages,
     )

@@ -67,7 +67,7 @@ def conv_gates_prefill(
         BLOCK_K=triton.next_power_of_2(K),
         BLOCK_V=triton.next_power_of_2(V),
         BLOCK_HV=max(16, triton.next_power_of_2(HV)),
-        CACHED=tables.num_keys > 0,
+        CACHED=tables.goes_on,
         UPCAST=INTERPRETED,
         num_warps=4,
     )

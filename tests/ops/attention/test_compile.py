@@ -60,3 +60,38 @@ def test_portable_kernel(capability: int, block_n: int, shared_kib: int) -> None
     )
     assert used[0] <= 128
     assert used[2] <= shared_kib * 1024
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("capability", "block_m", "splits", "block_n", "shared_kib"),
+    [
+        (80, 128, 4, 32, 163),
+        (90, 128, 4, 64, 227),
+        (90, 128, 1, 64, 227),
+        (90, 16, 32, 64, 227),
+        (100, 128, 4, 64, 227),
+    ],
+)
+def test_kernel_over_pages(capability: int, block_m: int, splits: int, block_n: int, shared_kib: int) -> None:
+    constants = {
+        "HKV": 2,
+        "G": 4,
+        "D": 256,
+        "PAGE": 64,
+        "LAST": block_m < 128,
+        "SPLITS": splits,
+        "BLOCK_S": 8,
+    }
+    constants |= {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_D": 256, "UPCAST": False}
+    types = dict.fromkeys(("p_q", "p_k_cache", "p_v_cache", "p_o"), "*bf16") | {"scale_log2": "fp32"}
+    types |= dict.fromkeys(("p_page_table", "p_prompts", "p_cached_lens", "p_cu_seqlens"), "*i32")
+    parts = ("p_part_o", "p_part_m", "p_part_l")
+    if splits == 1:
+        constants |= dict.fromkeys(parts)
+    else:
+        types |= dict.fromkeys(parts, "*fp32")
+    module, warps = "onela.ops.attention._prefill_kernel", 8 if block_m == 128 else 4
+    used = resources(module, "pages_attention_kernel", capability, warps, types, constants)
+    assert used[0] <= (64 if capability == 90 else 640)
+    assert used[2] <= shared_kib * 1024

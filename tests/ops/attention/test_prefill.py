@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -30,18 +31,15 @@ PROMPTS = [
 ]
 
 
-def flash_by_hand(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, longest: int, longest_keys: int, scale: float
-) -> Tensor:
+def flash_by_hand(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float) -> Tensor:
     """What flash attention does, sequence by sequence: it runs on a GPU alone."""
     o = torch.zeros_like(q)
-    for (a, b), (c, d) in zip(zip(cu_q.tolist(), cu_q[1:].tolist()), zip(cu_k.tolist(), cu_k[1:].tolist())):
-        if a == b or c == d:
+    for a, b in itertools.pairwise(cu_seqlens.tolist()):
+        if a == b:
             continue
-        mask = torch.ones(b - a, d - c, dtype=torch.bool).tril(d - c - (b - a))
         o[a:b] = F.scaled_dot_product_attention(
-            *(x.transpose(0, 1)[None].float() for x in (q[a:b], k[c:d], v[c:d])),
-            attn_mask=mask,
+            *(x.transpose(0, 1)[None].float() for x in (q[a:b], k[a:b], v[a:b])),
+            is_causal=True,
             scale=scale,
             enable_gqa=True,
         )[0].transpose(0, 1)
@@ -61,8 +59,8 @@ def shape_of(prompts: Sequence[tuple[int, int]], padding: int, rectangle: bool) 
         return PrefillShape(
             (longest + padding) * len(prompts), len(prompts), longest + padding, rectangle=True
         )
-    keys = sum(map(sum, prompts)) + padding if any(cached for _, cached in prompts) else 0
-    return PrefillShape(sum(new for new, _ in prompts) + padding, len(prompts) + 2, longest, keys)
+    total, goes_on = sum(new for new, _ in prompts) + padding, any(cached for _, cached in prompts)
+    return PrefillShape(total, len(prompts) + 2, longest, goes_on)
 
 
 def tables_of(
@@ -126,7 +124,14 @@ def test_padded_prompts_equal_the_reference(
     unused = q[:1].expand(shape.num_prompts - B, -1, -1)
     asked = torch.cat([q[rows][last], unused]) if last_only else q
     o = prefill.prefill_attention_packed(
-        asked, k, v, k_cache=given[0], v_cache=given[1], last_only=last_only, tables=tables
+        asked,
+        k,
+        v,
+        k_cache=given[0],
+        v_cache=given[1],
+        page_table=table.to(device),
+        last_only=last_only,
+        tables=tables,
     )
     wanted = prefill_attention_ref(
         q[rows][last] if last_only else q[rows],

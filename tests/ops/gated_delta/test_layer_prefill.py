@@ -39,7 +39,7 @@ def tables_of(
         sum(new for new, _ in prompts) + padding,
         len(prompts) + spare,
         max(padding, *(new for new, _ in prompts)),
-        4096 if any(cached for _, cached in prompts) else 0,
+        goes_on=any(cached for _, cached in prompts),
     )
     layout = TableLayout(shape, 16)
     tokens = [
