@@ -34,6 +34,7 @@ from onela import ItemCatalog, Request, SidVocabulary
 from onela.decoding import Beams
 from onela.engine.served import ServedCatalog
 
+HOST = torch.device("cpu")
 CATALOGUES = Path(__file__).resolve().parent.parent / "build" / "bench"
 
 
@@ -48,13 +49,13 @@ def make_served(items: int, levels: int, size: int, device: torch.device) -> Ser
     return ServedCatalog.prepare(ItemCatalog.load(folder), vocabulary, device)
 
 
-def time_host(runs: list[Callable[[], Any]]) -> list[float]:
-    """Milliseconds of each run, the device's work included."""
+def time_host(runs: list[Callable[[], Any]], device: torch.device = HOST) -> list[float]:
+    """Milliseconds of each run, with what it leaves to the device."""
     times = []
     for run in runs:
         begun = time.perf_counter()
         run()
-        if torch.cuda.is_available():
+        if device.type == "cuda":
             torch.cuda.synchronize()
         times.append(1000 * (time.perf_counter() - begun))
     return times
@@ -94,19 +95,21 @@ def main() -> None:
     assert masks is not None
     chance = np.random.default_rng(1)
     R, W = arguments.requests, arguments.width
-    numbers = [chance.choice(arguments.items, arguments.exclude, replace=False) for _ in range(12 * R + 1)]
-    excluded = [ids.tolist() for ids in numbers]
-    index.compile(exclude_item_ids=excluded[-1])  # what all requests share is made once
-    compiles = time_host([lambda e=e: index.compile(exclude_item_ids=e) for e in excluded[:-1]])  # type: ignore[misc]
-    eligible = [
-        served.compile(Request(prompt_token_ids=[1], exclude_item_ids=ids)) for ids in excluded[: R + 4]
+    excluded = [
+        chance.choice(arguments.items, arguments.exclude, replace=False).tolist() for _ in range(12 * R + 1)
     ]
-    assert all(e is not None for e in eligible)
-    spare = [masks.acquire(e) for e in eligible[R:] if e is not None]
-    for row in spare:
-        masks.release(row)
+    index.compile(exclude_item_ids=excluded[-1])  # what all requests share is made once
+    compiles = time_host([partial(index.compile, exclude_item_ids=ids) for ids in excluded[:-1]])
+    eligible = [
+        served.compile(Request(prompt_token_ids=[1], exclude_item_ids=ids)) for ids in excluded[: 4 * R]
+    ]
     rows: list[int] = []
-    acquires = time_host([lambda e=e: rows.append(masks.acquire(e)) for e in eligible[:R] if e is not None])  # type: ignore[misc]
+    acquires = []
+    for compiled in eligible:
+        acquires += time_host([lambda compiled=compiled: rows.append(masks.acquire(compiled))], device)
+        if len(acquires) <= 3 * R:  # the first ones make room
+            masks.release(rows.pop())
+    acquires = acquires[R:]
     selects = []
     with torch.inference_mode():
         for level in range(arguments.levels):
@@ -118,7 +121,7 @@ def main() -> None:
                 if device.type == "cuda":
                     times.append(statistics.median(time_events(run, samples=30, per_sample=4)) / 1000)
                 else:
-                    times.append(statistics.median(time_host([run] * 10)))
+                    times.append(statistics.median(time_host([run] * 10, device)))
             selects.append((times[1] - times[0]) / R)
             print(f"level {level}: selection {times[0]:.3f} ms, under masks {times[1]:.3f} ms")
     parts = {"compile": statistics.median(compiles), "acquire": statistics.median(acquires)}

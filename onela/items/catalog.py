@@ -351,9 +351,8 @@ class ItemCatalog:
             wanted = IdColumn(id_column(item_ids))
         except (CatalogError, UnicodeEncodeError):
             wanted = None
-        if (
-            wanted is None or wanted.kind != column.kind
-        ):  # some of them, or all, are no ids of this catalogue's kind
+        if wanted is None or wanted.kind != column.kind:
+            # Some of them, or all, are no ids of this catalogue's kind.
             expected = str if column.kind == "str" else int
             known = [
                 place
@@ -366,8 +365,8 @@ class ItemCatalog:
             return result
         keys = wanted.keys()
         places = self._parts.id_lookup.find(keys)
-        items = self._parts.id_rows[places].astype(np.int64)
-        hit = self._parts.id_keys[places] == keys
+        items = self._parts.id_rows.take(places).astype(np.int64)
+        hit = self._parts.id_keys.take(places) == keys
         if isinstance(wanted.values, StringColumn) and isinstance(column.values, StringColumn):
             rows = np.flatnonzero(hit)
             hit[rows] = column.values.take(items[rows]).equals(wanted.values.take(rows))

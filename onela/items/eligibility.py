@@ -21,6 +21,7 @@ from onela.items.catalog import ItemCatalog
 from onela.items.lookup import Stretches
 
 MAX_BASES = 16
+_BITS = np.uint32(1) << np.arange(32, dtype=np.uint32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,15 +142,16 @@ class EligibilityIndex:
         if isinstance(item_ids, (str, bytes)) or not isinstance(item_ids, Collection):
             raise RequestError(field, "a list of item ids is expected", value=item_ids)
         item_ids = list(item_ids)
-        kind = self.catalog.id_kind
-        expected = str if kind == "str" else int
-        if not set(map(type, item_ids)) <= {expected}:
-            for item_id in item_ids:
-                if not isinstance(item_id, expected) or isinstance(item_id, bool):
-                    names = {"str": "strings", "int": "integers"}
-                    raise RequestError(field, f"the catalogue's ids are {names[kind]}", value=item_id)
         items = self.catalog.find_many(item_ids)
-        return _runs(np.sort(items[items >= 0]))[0]
+        items.sort()
+        if len(items) and items[0] < 0:  # is it none of the catalogue's, or no id at all?
+            expected, named = (str, "strings") if self.catalog.id_kind == "str" else (int, "integers")
+            if not set(map(type, item_ids)) <= {expected}:
+                for item_id in item_ids:
+                    if not isinstance(item_id, expected) or isinstance(item_id, bool):
+                        raise RequestError(field, f"the catalogue's ids are {named}", value=item_id)
+            items = items[items >= 0]
+        return _runs(items)[0]
 
     def _base(self, filter: Filter) -> EligibleBase:
         with self._lock:
@@ -198,15 +200,15 @@ class EligibilityIndex:
         for level in reversed(range(1, self.num_levels)):
             parents, lost = _runs(self._parents[level - 1].of(nodes))
             if base.num_children is None:
-                children = trie.offsets[level][parents + 1] - trie.offsets[level][parents]
+                children = _counts(trie.offsets[level], None, parents)
             else:
-                children = base.num_children[level][parents]
+                children = base.num_children[level].take(parents)
             nodes = parents[lost == children]
             closed.append(nodes)
         closed.reverse()
         num_nodes = tuple(count - len(nodes) for count, nodes in zip(base.num_nodes, closed))
         places, bits = self._bits(closed)
-        words = base.words[places] & ~bits
+        words = base.words.take(places) & ~bits
         return Eligibility(base, places, words, num_nodes, excluded, np.zeros(0, dtype=np.int64))
 
     def _only(self, allowed: np.ndarray) -> Eligibility:
@@ -222,8 +224,9 @@ class EligibilityIndex:
 
     def _bits(self, nodes: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """Distinct nodes of every level as the words that they lie in, and their bits in them."""
-        place = np.concatenate([start + (level >> 5) for start, level in zip(self.level_words, nodes)])
-        bit = np.concatenate([np.uint32(1) << (level & 31).astype(np.uint32) for level in nodes])
+        # From the first word's first bit on, one number says both.
+        number = np.concatenate([32 * start + level for start, level in zip(self.level_words, nodes)])
+        place, bit = number >> 5, _BITS.take(number & 31)
         if len(place) == 0:
             return place, bit
         # Nodes ascend level by level, and so do their words.
@@ -241,8 +244,8 @@ def _runs(ascending: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _counts(offsets: np.ndarray, mask: np.ndarray | None, owners: np.ndarray) -> np.ndarray:
     """How many members of each stretch the mask has, [M]."""
-    starts = offsets[owners].astype(np.int64)
-    sizes = offsets[owners + 1] - starts
+    starts = offsets.take(owners)
+    sizes = offsets.take(owners + 1) - starts
     if mask is None or len(owners) == 0:
         return sizes
     before = np.cumsum(sizes) - sizes

@@ -1,16 +1,17 @@
 """Places in long ascending arrays, found in a few reads each.
 
 A binary search of ten million numbers is twenty-four reads that wait for one another, most of them from main memory.
-These tables, of a byte or less per number, say where to look instead.
+These tables, of two bytes or less per number, say where to look instead. What is asked of them is a thousand numbers or
+so, where `take` is twice as fast as brackets.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-_KEYS_PER_BUCKET = 4
-_ONES = np.array([number.bit_count() for number in range(256)], dtype=np.uint8)
-_UP_TO = ((2 << np.arange(8)) - 1).astype(np.uint8)
+_KEYS_PER_BUCKET = 2
+_ONES = np.array([number.bit_count() for number in range(256)])
+_UP_TO = (2 << np.arange(8)) - 1
 
 
 class SortedKeys:
@@ -46,16 +47,16 @@ class SortedKeys:
         """
         bucket = (wanted.view(np.uint64) - self._lowest) >> self._shift
         last = len(self.keys) - 1
-        place = self._starts[np.minimum(bucket, len(self._starts) - 1).view(np.int64)].astype(np.int64)
+        place = self._starts.take(np.minimum(bucket, len(self._starts) - 1).view(np.int64)).astype(np.int64)
         for step in self._steps:
-            place += step * (self.keys[np.minimum(place + (step - 1), last)] < wanted)
+            place += step * (self.keys.take(np.minimum(place + (step - 1), last)) < wanted)
         return np.minimum(place, last)
 
 
 class Stretches:
     """Which of the stretches that an array is cut into a member lies in.
 
-    A bit per member says where stretches begin, a number per eight members how many began before.
+    A word per eight members holds a bit for each, whether a stretch begins there, and above them how many began before.
 
     Args:
         offsets: [n + 1] integers from 0, strictly ascending; stretch i is `offsets[i] : offsets[i + 1]`.
@@ -64,11 +65,11 @@ class Stretches:
     def __init__(self, offsets: np.ndarray) -> None:
         begins = np.zeros(int(offsets[-1]), dtype=bool)
         begins[offsets[:-1]] = True
-        self._bits = np.packbits(begins, bitorder="little")
-        ones = _ONES[self._bits]
-        self._before = np.cumsum(ones, dtype=offsets.dtype) - ones - 1
+        bits = np.packbits(begins, bitorder="little").astype(np.int64)
+        ones = _ONES[bits]
+        self._words = bits | (np.cumsum(ones) - ones) << 8
 
     def of(self, members: np.ndarray) -> np.ndarray:
         """[M] int64 to [M] int64."""
-        place = members >> 3
-        return (self._before[place] + _ONES[self._bits[place] & _UP_TO[members & 7]]).astype(np.int64)
+        words = self._words.take(members >> 3)
+        return (words >> 8) + _ONES.take(words & _UP_TO.take(members & 7)) - 1
