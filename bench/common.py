@@ -27,10 +27,11 @@ __all__ = [
 
 
 def commit() -> str | None:
-    """The commit that is measured, with a `+` when files differ from it; None outside a checkout."""
+    """The commit that is measured, with a `+` when files differ from it (results apart); None outside a checkout."""
     here = str(Path(__file__).parent)
     head = output_of(["git", "-C", here, "rev-parse", "--short=12", "HEAD"])
-    dirty = output_of(["git", "-C", here, "status", "--porcelain", "--untracked-files=no"])
+    code = [":(top)", ":(top,exclude)bench/results"]
+    dirty = output_of(["git", "-C", here, "status", "--porcelain", "--untracked-files=no", "--", *code])
     return head + ("+" if dirty else "") if head else None
 
 
