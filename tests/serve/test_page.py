@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import html
 import re
-import shutil
-import subprocess
 from pathlib import Path
 from urllib.parse import quote
 
 import pytest
 
+from tests.serve.browser import BROWSER, browsing
 from tests.serve.helpers import serving, text_engine
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 PAGE = Path(__file__).parent.parent.parent / "onela" / "serve" / "page.html"
 
 
@@ -26,21 +24,10 @@ def test_the_page_needs_nothing_from_elsewhere() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
 def test_a_browser_shows_the_tree_the_items_and_the_times(tmp_path: Path) -> None:
-    assert BROWSER is not None
     with serving(text_engine()) as client:
         address = f"{client.base_url}/?prompt={quote('5, 6, 7')}&width=20&items=4"
-        command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]
-        # A machine that is busy otherwise has not got there with the first.
-        for budget in (8_000, 40_000, 160_000):
-            page = subprocess.run(
-                [*command, f"--virtual-time-budget={budget}", "--dump-dom", address],
-                capture_output=True,
-                text=True,
-                timeout=120,
-                check=True,
-            ).stdout
-            if "<tr><td>" in page:
-                break
+        with browsing(tmp_path) as browser:
+            page = browser.page(address, "#list tbody tr")
         answer = client.post(
             "/v1/recommend", json={"prompt_token_ids": [5, 6, 7], "beam_width": 20, "n": 4}
         ).json()
