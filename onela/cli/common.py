@@ -62,19 +62,23 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of 
 console = Console()
 
 
+def given(options: dict[str, Any]) -> dict[str, Any]:
+    """Those that were given; the others keep their defaults."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
 def load_engine(
     model: Path,
     catalog: Path | None,
     vocabulary: Path | None,
     **options: Any,
 ) -> Engine:
-    """An engine from command-line options; options that were not given keep their defaults."""
-    given = {name: value for name, value in options.items() if value is not None}
+    """An engine from command-line options."""
     return Engine.from_pretrained(
         model,
         catalog=catalog,
         vocabulary=None if vocabulary is None else read_vocabulary(vocabulary),
-        **given,
+        **given(options),
     )
 
 

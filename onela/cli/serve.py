@@ -19,11 +19,12 @@ from onela.cli.common import (
     QuantizationOption,
     ThinkingOption,
     VocabularyOption,
+    given,
     load_engine,
     read_vocabulary,
 )
 from onela.config import EngineConfig, ServerConfig
-from onela.errors import UnavailableError
+from onela.errors import ConfigError, UnavailableError
 
 
 def serve(
@@ -64,8 +65,12 @@ def serve(
     max_replicas: Annotated[
         int | None, typer.Option(min=1, help="Let Ray start up to this many under load.")
     ] = None,
-    gpus_per_replica: Annotated[float, typer.Option(min=0, help="GPUs that a replica asks Ray for.")] = 0,
-    cpus_per_replica: Annotated[float, typer.Option(min=0, help="CPUs that a replica asks Ray for.")] = 1,
+    gpus_per_replica: Annotated[
+        float | None, typer.Option(min=0, help="GPUs that a replica asks Ray for; default: 0.")
+    ] = None,
+    cpus_per_replica: Annotated[
+        float | None, typer.Option(min=0, help="CPUs that a replica asks Ray for; default: 1.")
+    ] = None,
 ) -> None:
     """Serve a checkpoint over HTTP: /v1/recommend, OpenAI's completions, metrics, and a page to look at.
 
@@ -77,9 +82,8 @@ def serve(
         from onela.serve.run import DrainingServer
     except ImportError as error:
         raise UnavailableError(f"onela serve needs the packages of onela[serve] ({error})") from None
-    given: dict[str, Any] = {"host": host, "port": port, "model_name": model_name}
-    config = ServerConfig.from_env(**_given(given))
-    options = _given(
+    config = ServerConfig.from_env(**given({"host": host, "port": port, "model_name": model_name}))
+    options = given(
         {
             "device": device,
             "dtype": dtype,
@@ -97,38 +101,30 @@ def serve(
     prompts: dict[str, Any] = {"chat_template": chat_template, "enable_thinking": enable_thinking}
     if forced_prefix is not None:
         prompts["forced_prefix"] = forced_prefix
+    sizes = {"max_replicas": max_replicas, "num_gpus": gpus_per_replica, "num_cpus": cpus_per_replica}
     if replicas is not None:
-        engine_options = dataclasses.asdict(EngineConfig.from_env(**options))
-        sizes: dict[str, Any] = {"num_gpus": gpus_per_replica, "num_cpus": cpus_per_replica}
         _serve_cluster(
-            model,
-            catalog,
             vocabulary,
-            sid_pattern,
-            config,
-            engine_options,
-            prompts,
-            replicas,
-            max_replicas,
-            sizes,
+            model=str(model.resolve()),
+            catalog=None if catalog is None else str(catalog.resolve()),
+            sid_pattern=sid_pattern,
+            replicas=replicas,
+            engine=dataclasses.asdict(EngineConfig.from_env(**options)),
+            prompts=prompts,
+            server=dataclasses.asdict(config),
+            **given(sizes),
         )
         return
+    if given(sizes):
+        raise ConfigError(
+            "--max-replicas, --gpus-per-replica, --cpus-per-replica: they go with --replicas, which is not given"
+        )
     engine = load_engine(model, catalog, vocabulary, sid_pattern=sid_pattern, **options, **prompts)
     DrainingServer(create_app(engine, config), config).run()
 
 
-def _serve_cluster(
-    model: Path,
-    catalog: Path | None,
-    vocabulary: Path | None,
-    sid_pattern: str | None,
-    config: ServerConfig,
-    engine: dict[str, Any],
-    prompts: dict[str, Any],
-    replicas: int,
-    max_replicas: int | None,
-    sizes: dict[str, Any],
-) -> None:
+def _serve_cluster(vocabulary: Path | None, **options: Any) -> None:
+    """Serve replicas; `options` are those of `ClusterSpec` but the vocabulary."""
     try:
         from onela.serve.cluster import ClusterSpec, run
     except ImportError as error:
@@ -137,21 +133,4 @@ def _serve_cluster(
     if vocabulary is not None:
         read = read_vocabulary(vocabulary)
         levels = tuple(tuple(read.token_ids(level).tolist()) for level in range(read.num_levels))
-    spec = ClusterSpec(
-        model=str(model.resolve()),
-        catalog=None if catalog is None else str(catalog.resolve()),
-        vocabulary=levels,
-        sid_pattern=sid_pattern,
-        replicas=replicas,
-        max_replicas=max_replicas,
-        engine=engine,
-        prompts=prompts,
-        server=dataclasses.asdict(config),
-        **sizes,
-    )
-    run(spec)
-
-
-def _given(options: dict[str, Any]) -> dict[str, Any]:
-    """Those that were given; the others keep their defaults."""
-    return {name: value for name, value in options.items() if value is not None}
+    run(ClusterSpec(vocabulary=levels, **options))

@@ -80,10 +80,27 @@ def test_it_answers_and_drains_on_sigterm(process: tuple[subprocess.Popen[str], 
         httpx.get(f"{url}/health")
 
 
-def test_an_unusable_option_is_one_line_and_code_2(files: Path) -> None:
-    command = [sys.executable, "-m", "onela.cli.main", "serve", str(files / "model")]
-    environment = {**os.environ, "ONELA_SERVE_COLOUR": "red"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+@pytest.mark.parametrize(
+    ("options", "environ", "told"),
+    [
+        ((), {"ONELA_SERVE_COLOUR": "red"}, "onela: ONELA_SERVE_COLOUR: unknown variable"),
+        (
+            ("--max-replicas", "3"),
+            {},
+            "onela: --max-replicas, --gpus-per-replica, --cpus-per-replica: they go",
+        ),
+        (
+            ("--gpus-per-replica", "1"),
+            {},
+            "onela: --max-replicas, --gpus-per-replica, --cpus-per-replica: they go",
+        ),
+    ],
+)
+def test_an_unusable_option_is_one_line_and_code_2(
+    options: tuple[str, ...], environ: dict[str, str], told: str, files: Path
+) -> None:
+    command = [sys.executable, "-m", "onela.cli.main", "serve", str(files / "model"), *options]
+    done = subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr.startswith("onela: ONELA_SERVE_COLOUR: unknown variable")
+    assert done.stderr.startswith(told)
     assert len(done.stderr.splitlines()) == 1
