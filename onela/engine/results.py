@@ -111,8 +111,8 @@ def make_result(request: ActiveRequest, beams: HostBeams, vocabulary: SidVocabul
     order = order[: request.asked]
     length = codes.shape[1]
     # A prefix has fewer levels than the vocabulary, so the levels are looked up one by one.
-    sids = _tuples([vocabulary.codes(level)[codes[order, level]] for level in range(length)])
-    tokens = _tuples([vocabulary.token_ids(level)[codes[order, level]] for level in range(length)])
+    sids = _tuples([vocabulary.codes(level, codes[order, level]) for level in range(length)])
+    tokens = _tuples([vocabulary.token_ids(level, codes[order, level]) for level in range(length)])
     logprobs: list[Any] = [None] * len(order)
     if paths is not None:
         logprobs = _tuples(list(np.diff(paths[order], axis=1, prepend=np.float32(0)).T))

@@ -68,8 +68,8 @@ class Eligibility:
     def kept(self, items: np.ndarray) -> np.ndarray:
         """Which of `items`, [M] integers, are eligible, [M] bool: some items of an eligible SID may not be."""
         if self.base is None:
-            return np.isin(items, self.allowed)
-        kept = ~np.isin(items, self.excluded)
+            return _contains(self.allowed, items)
+        kept = ~_contains(self.excluded, items)
         if self.base.items is not None:
             kept &= self.base.items[items]
         return kept
@@ -240,6 +240,13 @@ def _runs(ascending: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     np.not_equal(ascending[1:], ascending[:-1], out=differs[1:-1])
     bounds = np.flatnonzero(differs)
     return ascending[bounds[:-1]], bounds[1:] - bounds[:-1]
+
+
+def _contains(ascending: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Which values an ascending array has, [M] bool."""
+    if len(ascending) == 0:
+        return np.zeros(len(values), dtype=bool)
+    return ascending.take(np.searchsorted(ascending, values), mode="clip") == values
 
 
 def _counts(offsets: np.ndarray, mask: np.ndarray | None, owners: np.ndarray) -> np.ndarray:

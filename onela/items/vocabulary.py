@@ -44,17 +44,21 @@ class SidVocabulary:
     end_token_id: int | None = None
     codebook_sizes: tuple[int, ...] = field(init=False)
     _by_string: dict[str, tuple[int, int]] = field(init=False)
+    _by_code: tuple[dict[int, str], ...] = field(init=False)
     _by_token_id: tuple[tuple[np.ndarray, np.ndarray], ...] = field(init=False)
 
     def __post_init__(self) -> None:
         _check_ids(self._token_ids, self._strings)
-        by_string: dict[str, tuple[int, int]] = {}
-        for level, strings in enumerate(self._strings or ()):
-            codes = self._codes[level].tolist()
-            by_string.update({text: (level, code) for text, code in zip(strings, codes)})
+        by_code = tuple(
+            dict(zip(codes.tolist(), strings)) for codes, strings in zip(self._codes, self._strings or ())
+        )
+        by_string = {
+            text: (level, code) for level, names in enumerate(by_code) for code, text in names.items()
+        }
         orders = [np.argsort(ids) for ids in self._token_ids]
         object.__setattr__(self, "codebook_sizes", tuple(len(ids) for ids in self._token_ids))
         object.__setattr__(self, "_by_string", by_string)
+        object.__setattr__(self, "_by_code", by_code)
         object.__setattr__(
             self, "_by_token_id", tuple((ids[order], order) for ids, order in zip(self._token_ids, orders))
         )
@@ -170,13 +174,15 @@ class SidVocabulary:
         """The largest SID token id; a model's vocabulary must be larger."""
         return max(int(ids.max()) for ids in self._token_ids)
 
-    def token_ids(self, level: int) -> np.ndarray:
-        """Token ids of a level in code order, [codebook_sizes[level]] int64; a copy."""
-        return self._token_ids[self._level(level)].copy()
+    def token_ids(self, level: int, indices: Any = None) -> np.ndarray:
+        """Token ids of a level in code order, [codebook_sizes[level]] int64, or those of `indices`; a copy."""
+        ids = self._token_ids[self._level(level)]
+        return ids.copy() if indices is None else ids[indices]
 
-    def codes(self, level: int) -> np.ndarray:
-        """Published codes in use at a level, ascending, [codebook_sizes[level]] int64; a copy."""
-        return self._codes[self._level(level)].copy()
+    def codes(self, level: int, indices: Any = None) -> np.ndarray:
+        """Published codes of a level, ascending, [codebook_sizes[level]] int64, or those of `indices`; a copy."""
+        codes = self._codes[self._level(level)]
+        return codes.copy() if indices is None else codes[indices]
 
     def token_strings(self, level: int) -> tuple[str, ...] | None:
         """Token strings of a level in code order; None when the vocabulary was built from bare token ids."""
@@ -232,9 +238,24 @@ class SidVocabulary:
 
     def format_sid(self, sid: Sequence[int]) -> str:
         """The SID written out with the tokens' own strings; `<a_1><b_2>...` when only ids are known."""
+        if len(sid) != self.num_levels:
+            raise VocabularyError(f"sid: {len(sid)} levels, expected {self.num_levels}")
+        return "".join(self.token_strings_of(sid))
+
+    def token_strings_of(self, sid: Sequence[int]) -> list[str]:
+        """The strings of a SID's tokens, or of a prefix's; `<a_1>`, `<b_2>`, ... when only ids are known.
+
+        Raises:
+            VocabularyError: a code that has no token.
+        """
         if self._strings is None:
-            return "".join(f"<{chr(ord('a') + level)}_{code}>" for level, code in enumerate(sid))
-        return "".join(self._strings[level][index] for level, index in enumerate(self.encode(sid).tolist()))
+            return [f"<{chr(ord('a') + level)}_{code}>" for level, code in enumerate(sid)]
+        strings = []
+        for level, (names, code) in enumerate(zip(self._by_code, sid)):
+            if code not in names:
+                raise VocabularyError(f"level {level}: no SID token has code {code}")
+            strings.append(names[code])
+        return strings
 
     def describe(self) -> str:
         """What was found, a line per level, for a person to confirm."""

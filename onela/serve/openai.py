@@ -65,14 +65,7 @@ def _choice(index: int, item: RecommendedItem, vocabulary: SidVocabulary) -> dic
 
 def _text(item: RecommendedItem, vocabulary: SidVocabulary) -> tuple[str, list[str]]:
     """A SID as text, and the text of its tokens."""
-    tokens = []
-    for level, code in enumerate(item.sid):
-        strings = vocabulary.token_strings(level)
-        if strings is None:
-            tokens.append(f"<{chr(ord('a') + level)}_{code}>")
-        else:
-            place = int(vocabulary.codes(level).searchsorted(code))
-            tokens.append(strings[place])
+    tokens = vocabulary.token_strings_of(item.sid)
     return "".join(tokens), tokens
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+import numpy as np
 import torch
 
 from onela.engine import AsyncEngine, Request, Result
@@ -73,15 +74,18 @@ class Watch:
 def step_event(active: ActiveRequest, vocabulary: SidVocabulary) -> dict[str, Any]:
     """The living beams after a step: last code, index of the parent among the beams before, score."""
     beams = active.beams
-    alive = torch.isfinite(beams.cum_logprobs).cpu()
-    codes = vocabulary.codes(active.level - 1)[beams.codes[:, -1].cpu()[alive].numpy()]
+    # In one copy: each waits for the device.
+    together = torch.stack([beams.codes[:, -1], beams.parent_beams, beams.cum_logprobs.view(torch.int32)])
+    codes, parents, bits = together.cpu().numpy()
+    scores = bits.view(np.float32)
+    alive = np.isfinite(scores)
     return {
         "level": active.level,
         "num_levels": len(active.widths),
         "width": beams.width,
-        "codes": codes.tolist(),
-        "parents": beams.parent_beams.cpu()[alive].tolist(),
-        "cum_logprobs": [round(score, 5) for score in beams.cum_logprobs.cpu()[alive].tolist()],
+        "codes": vocabulary.codes(active.level - 1, codes[alive]).tolist(),
+        "parents": parents[alive].tolist(),
+        "cum_logprobs": [round(score, 5) for score in scores[alive].tolist()],
     }
 
 

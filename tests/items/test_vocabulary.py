@@ -332,10 +332,24 @@ def test_parse_sid() -> None:
             vocabulary.parse_sid(text)
 
 
+def test_strings_of_a_sid_and_of_a_prefix() -> None:
+    vocabulary = SidVocabulary.from_vocab({"x1y2": 1, "x1y5": 2, "x2y0": 3}, r"x(\d)y(\d)")
+    assert vocabulary.token_strings_of((5, 0)) == ["x1y5", "x2y0"]
+    assert vocabulary.token_strings_of(np.array([2])) == ["x1y2"]  # type: ignore[arg-type]
+    assert vocabulary.format_sid((5, 0)) == "x1y5x2y0"
+    with pytest.raises(VocabularyError, match="level 1: no SID token has code 2"):
+        vocabulary.format_sid((5, 2))
+    with pytest.raises(VocabularyError, match="sid: 1 levels, expected 2"):
+        vocabulary.format_sid((5,))
+
+
 def test_text_without_token_strings() -> None:
     vocabulary = SidVocabulary.from_token_ids([[7, 5], [1, 2]])
     assert vocabulary.parse_sid("<a_1><b_0>") == (1, 0)
     assert vocabulary.format_sid((1, 0)) == "<a_1><b_0>"
+    assert vocabulary.token_strings_of((1,)) == ["<a_1>"]
+    with pytest.raises(VocabularyError, match="sid: 1 levels, expected 2"):
+        vocabulary.format_sid((1,))
     with pytest.raises(VocabularyError, match="has 1 levels, the vocabulary has 2"):
         vocabulary.parse_sid("<a_1>")
 
@@ -358,7 +372,10 @@ def test_immutable_and_hashable() -> None:
     vocabulary = SidVocabulary.from_token_ids([[7, 5, 9]])
     vocabulary.token_ids(0)[0] = 1
     vocabulary.codes(0)[0] = 1
+    vocabulary.codes(0, [1])[0] = 5
     assert vocabulary.token_ids(0).tolist() == [7, 5, 9]
+    assert vocabulary.token_ids(0, np.array([2, 0])).tolist() == [9, 7]
+    assert vocabulary.codes(0, [2, 0]).tolist() == [2, 0]
     with pytest.raises(dataclasses.FrozenInstanceError):
         vocabulary.convention = "other"  # type: ignore[misc]
     assert hash(vocabulary) == hash(SidVocabulary.from_token_ids([[7, 5, 9]]))
