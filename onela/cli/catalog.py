@@ -16,7 +16,7 @@ from onela.cli.common import (
     read_vocabulary,
 )
 from onela.engine.tokenizer import load_tokenizer
-from onela.errors import CheckpointError
+from onela.errors import CheckpointError, ConfigError
 from onela.items import ItemCatalog, SidVocabulary
 from onela.items.convert import convert_catalog
 from onela.items.readers import READERS
@@ -146,9 +146,14 @@ def convert(
         )
 
 
-def _vocabulary(
-    model: Path | None, vocabulary: Path | None, sid_pattern: str | None = None
-) -> SidVocabulary | None:
+def _vocabulary(model: Path | None, vocabulary: Path | None, sid_pattern: str | None) -> SidVocabulary | None:
+    """What the options name, if anything. Raises `ConfigError`, `CheckpointError`, `VocabularyError`."""
+    if vocabulary is not None and (model is not None or sid_pattern is not None):
+        raise ConfigError(
+            f"--vocabulary: {vocabulary} names all SID tokens; give it without --model and --sid-pattern"
+        )
+    if sid_pattern is not None and model is None:
+        raise ConfigError(f"--sid-pattern: {sid_pattern!r} needs --model, whose tokenizer it is for")
     if vocabulary is not None:
         return read_vocabulary(vocabulary)
     if model is None:

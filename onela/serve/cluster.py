@@ -80,6 +80,8 @@ class ClusterSpec:
             raise ConfigError(f"replicas: at least 1 is needed, got {self.replicas}")
         if self.max_replicas is not None and self.max_replicas < self.replicas:
             raise ConfigError(f"max_replicas: {self.max_replicas} is less than replicas = {self.replicas}")
+        if self.vocabulary is not None and self.sid_pattern is not None:
+            raise ConfigError("sid_pattern: give it or a vocabulary, not both")
         # Unknown options are refused here too, by name.
         EngineConfig.from_env({}, **self.engine)
         ServerConfig.from_env({}, **self.server)

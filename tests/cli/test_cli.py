@@ -233,6 +233,12 @@ def test_sid_tokens_of_another_reading(tmp_path: Path) -> None:
     assert {item["item_ids"][0]: item["sid"] for item in answer["items"]} == {1: [1, 2, 3], 2: [4, 0, 4]}
     both = run("recommend", model, "--tokens", "1", "--vocabulary", _levels(tmp_path), *options, code=2)
     assert both.stderr == "onela: sid_pattern: give it or a vocabulary, not both\n"
+    check = ["catalog", "check", str(catalog)]
+    for more in (["--model", model], ["--sid-pattern", pattern]):
+        refused = run(*check, "--vocabulary", _levels(tmp_path), *more, code=2).stderr
+        assert "names all SID tokens; give it without --model and --sid-pattern" in refused
+    assert "needs --model, whose tokenizer" in run(*check, "--sid-pattern", pattern, code=2).stderr
+    assert run(*check, "--model", model, "--sid-pattern", pattern).stdout
 
 
 def _levels(path: Path) -> str:

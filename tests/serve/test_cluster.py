@@ -262,6 +262,8 @@ def test_the_deployment_file_is_what_the_code_takes() -> None:
     assert spec.max_replicas == 8
     with pytest.raises(ConfigError, match="max_replicas: 1 is less"):
         ClusterSpec(**{**application["args"], "max_replicas": 1})
+    with pytest.raises(ConfigError, match="sid_pattern: give it or a vocabulary, not both"):
+        ClusterSpec(model="m", vocabulary=((1,), (2,)), sid_pattern="x")
     for part in ("engine", "server", "prompts"):
         with pytest.raises(ConfigError, match="beams: unknown option"):
             ClusterSpec(**{**application["args"], part: {"beams": 3}})
