@@ -14,6 +14,9 @@ from onela.models.config import LINEAR, ModelConfig
 from onela.models.layers import MLP, Attention, FusedLinear, GatedDeltaNet, RMSNorm, Rope, RotaryEmbedding
 from onela.state import DecodeState, PrefillInputs, StepInputs
 
+HEAD_ROWS = 16384
+"""Rows of a bf16 head that a CPU has in fp32 at a time."""
+
 
 class DecoderLayer(nn.Module):
     """A mixer under the name the family gives it, and an MLP, each after a norm and added to the residual."""
@@ -191,17 +194,18 @@ class CausalLM(nn.Module, ABC):
     def logits(self, hidden: Tensor, head: Tensor | None = None) -> Tensor:
         """fp32 logits over `head` [C, hidden_size], or over the whole vocabulary.
 
-        Logits are never rounded to bf16: neighbours would tie, and ties decide which beams survive.
+        Logits are never rounded to bf16: neighbours would tie, and ties decide which beams survive. Nor are those that
+        only the normalizer is read off: beams are compared with each other's.
         """
         weight = self.lm_head.weight if head is None else head
         if hidden.dtype == torch.float32:
             return F.linear(hidden, weight)
         if hidden.is_cuda:
             return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-        if head is None:
-            # A copy of the whole head in fp32 is not worth its memory; only the normalizer is read off these.
-            return F.linear(hidden, weight).to(torch.float32)
-        return F.linear(hidden.to(torch.float32), weight.to(torch.float32))
+        # Part by part: a copy of a whole head in fp32 is not worth its memory.
+        wide = hidden.to(torch.float32)
+        parts = [F.linear(wide, part.to(torch.float32)) for part in weight.split(HEAD_ROWS)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
     def head_rows(self, token_ids: Tensor) -> Tensor:
         """Copy the rows of the head that belong to these tokens: the head of one SID level."""
