@@ -86,12 +86,15 @@ def read_results(folder: Path = ROOT / "bench" / "results") -> list[dict[str, An
 
 
 def format_value(row: dict[str, Any]) -> str:
-    """A value with its unit, and how far it stands from its floor; its note where there is no value."""
+    """A value with its standard error and unit, and how far it stands from its floor; its note where there is none."""
     if row["value"] is None:
         return str(row.get("note", "-"))
     if row["unit"] == "bytes":
         return f"{row['value'] / 2**30:.3g} GiB"
-    text = format_number(row["value"]) + format_unit(row["unit"])
+    text = format_number(row["value"])
+    if row.get("standard_error"):
+        text += f" ± {row['standard_error']:.1g}"
+    text += format_unit(row["unit"])
     if row.get("ratio_to_floor"):
         text += f" ({row['ratio_to_floor']:.2f}x floor)"
     return text
@@ -118,7 +121,7 @@ def field_of(row: dict[str, Any], field: str) -> Any:
 def field_row(row: dict[str, Any], field: str) -> dict[str, Any]:
     """A line for one further field of a line, with the end of its path as its arm."""
     name = " ".join(field.split(".")[-2:])
-    return {**row, "arm": name, "value": field_of(row, field), "ratio_to_floor": None}
+    return {**row, "arm": name, "value": field_of(row, field), "ratio_to_floor": None, "standard_error": None}
 
 
 def make_value(rows: list[dict[str, Any]], spec: str) -> str:

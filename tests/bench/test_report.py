@@ -29,6 +29,8 @@ def test_a_row_per_case_and_a_column_per_arm() -> None:
         "W = 256; a GPU, torch 2, commit `abc`, today; `python bench`",
     ]
     assert make_table(rows, "serve latency_p99 rate=7") == "No line yet.\n"
+    wide = make_table([line(60, 20, 94.17) | {"standard_error": 0.283}], "serve latency_p99")
+    assert wide.splitlines()[2] == "| 94.2 ± 0.3 ms |"
 
 
 def test_columns_may_be_other_fields_of_the_lines() -> None:
