@@ -64,8 +64,13 @@ def launch_replay_ssm(
     *,
     block_v: int | None = None,
     num_warps: int = 1,
+    max_registers: int | None = 168,
 ) -> Tensor:
-    """`replay_ssm_step_triton` with the block of state rows and the warps given; None picks by shape."""
+    """`replay_ssm_step_triton` with the block of state rows, the warps and a thread's registers given.
+
+    Without a block it is picked by shape. 168 registers are what fp32 states take; for bf16 ones the compiler would
+    take 243, and a third fewer programs would fit on a multiprocessor.
+    """
     N, H, K = q.shape
     HV, V = v.shape[1:]
     check_rows(q, k, v, g, beta)
@@ -98,5 +103,6 @@ def launch_replay_ssm(
         T=T,
         BLOCK_V=block_v,
         num_warps=num_warps,
+        maxnreg=max_registers,
     )
     return o
