@@ -340,6 +340,8 @@ def gated_delta_replay_kernel(
     OVERLAP: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
+    # Behind a longer loop over the records, or before a norm, the rows of v would be registers too many.
+    V_FIRST: tl.constexpr = MAX_DEPTH == 0 or (DEPTH_TILE <= 2 and not NORM)
     i_split = tl.program_id(0)
     i_hv = tl.program_id(1) // (V // BLOCK_V)
     i_v = tl.program_id(1) % (V // BLOCK_V)
@@ -392,7 +394,7 @@ def gated_delta_replay_kernel(
         b_g = tl.load(p_g + i_rows * s_g + i_hv, mask=m_rows, other=0.0).to(tl.float32)
         b_beta = tl.load(p_beta + i_rows * s_beta + i_hv, mask=m_rows, other=0.0).to(tl.float32)
         b_ancestors = load_ancestors(p_ancestors, i_rows, m_live, depth, s_ancestors, DEPTH_TILE, MAX_DEPTH)
-        if MAX_DEPTH == 0:
+        if V_FIRST:
             b_v = load_rows(p_v, i_rows, m_rows, i_hv, o_v, s_v_n, s_v_h)
         if not KEY_IS_RECORD and (i_v == 0) & (i_hv % (HV // H) == 0):
             _, b_key = unstack(b_x)
@@ -420,14 +422,13 @@ def gated_delta_replay_kernel(
             p_records_g, p_records_delta, p_records_k, i_h, i_hv, o_k, o_v, scale,
             H, HV, K, V, MAX_DEPTH, DEPTH_TILE, STAGES, UPCAST,
         )  # fmt: skip
-        if MAX_DEPTH > 0:
-            # Not before the records, whose loop needs the registers.
+        if not V_FIRST:
             b_v = load_rows(p_v, i_rows, m_rows, i_hv, o_v, s_v_n, s_v_h)
-            if PREFETCH and DEPTH_TILE <= MAX_TILE:
-                i_above = b_next.to(tl.int64)
-                p_above = p_records_delta + (i_above * HV + i_hv) * V + i_v * BLOCK_V
-                prefetch_rows(p_records_k + (i_above * H + i_h) * K, i_above >= 0, K)
-                prefetch_rows(p_above, i_above >= 0, BLOCK_V)
+        if MAX_DEPTH > 0 and PREFETCH and DEPTH_TILE <= MAX_TILE:
+            i_above = b_next.to(tl.int64)
+            p_above = p_records_delta + (i_above * HV + i_hv) * V + i_v * BLOCK_V
+            prefetch_rows(p_records_k + (i_above * H + i_h) * K, i_above >= 0, K)
+            prefetch_rows(p_above, i_above >= 0, BLOCK_V)
         b_alpha = tl.exp(b_g)
         b_delta = b_beta[:, None] * (b_v.to(tl.float32) - b_uk * (b_alpha * b_k_scale)[:, None])
         b_o = b_uq * (b_alpha * b_q_scale)[:, None] + b_delta * b_qk[:, None]

@@ -78,6 +78,7 @@ STATE = {"H": 8, "HV": 16, "K": 128, "V": 128, "BLOCK_V": 32}
 
 KERNELS = {
     "no_records": replay(90, 4, depth=0, KEY_IS_RECORD=1, **LARGE),
+    "one_record": replay(90, 4, depth=2, KEY_IS_RECORD=1, **LARGE),
     "records": replay(90, 4, depth=8, **LARGE),
     "deep": replay(90, 4, depth=32, KEY_IS_RECORD=1, **LARGE),
     "layer": replay(90, 4, depth=2, KEY_IS_RECORD=1, NORM=1, **LARGE),
@@ -89,7 +90,7 @@ KERNELS = {
     "full_state": ("_full_state_kernel", "full_state_step_kernel", 90, 1, STATE),
     "replay_ssm": ("_replay_ssm_kernel", "replay_ssm_step_kernel", 90, 1, STATE | {"T": 6}),
 }
-STACK = {"records": 16, "deep": 16, "layer": 48}
+STACK = {"one_record": 16, "records": 16, "deep": 16, "layer": 48}
 """Bytes of stack that are allowed; none elsewhere. A tile's projections take half of the registers."""
 
 
