@@ -23,6 +23,8 @@ PAIRS = [
     ("onela.ops.norm", "qk_norm_rotary"),
     ("onela.ops.norm", "sigmoid_gate"),
     ("onela.ops.norm", "swiglu"),
+    ("onela.ops.linear", "normed_linear"),
+    ("onela.ops.linear", "added_linear"),
     ("onela.ops.linear", "quantize_rows"),
     ("onela.ops.linear", "float8_linear"),
     ("onela.ops.linear", "linear_swiglu"),

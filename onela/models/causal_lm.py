@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from onela.models.config import LINEAR, ModelConfig
 from onela.models.layers import MLP, Attention, FusedLinear, GatedDeltaNet, RMSNorm, Rope, RotaryEmbedding
+from onela.models.quantized import Rows
 from onela.state import DecodeState, PrefillInputs, StepInputs
 
 HEAD_ROWS = 16384
@@ -49,9 +50,11 @@ class DecoderLayer(nn.Module):
         state: DecodeState,
         rows: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """As `decode`, for new tokens of prompts.
+        """Run the layer over new tokens of prompts.
 
         Args:
+            h: [T, hidden_size], the residual stream, changed in place: each sum is made by the norm that reads it.
+            added: [T, hidden_size], what the layer before adds to h; before the first layer the embedding.
             rows: the tokens that are asked for; None: all.
         Returns:
             h of these tokens, and what the MLP adds to it.
@@ -61,17 +64,30 @@ class DecoderLayer(nn.Module):
             h = h.index_select(0, rows)
         return h, self.mlp(self.post_attention_layernorm.rows_for(self.mlp, x, h))
 
-    def decode(self, h: Tensor, added: Tensor, rope: Rope, inputs: StepInputs, state: DecodeState) -> Tensor:
+    def decode(
+        self,
+        h: Tensor,
+        rows: Rows,
+        rope: Rope,
+        inputs: StepInputs,
+        state: DecodeState,
+        next_norm: RMSNorm,
+        reader: nn.Module,
+    ) -> Rows:
         """Run the layer.
 
         Args:
-            h: [N, hidden_size], the residual stream, changed in place: each sum is made by the norm that reads it.
-            added: [N, hidden_size], what the layer before adds to h; before the first layer the embedding.
+            h: [N, hidden_size], the residual stream, changed in place.
+            rows: the norm of h, as the mixer takes it.
+            next_norm: of the layer that comes next, or the model's last one. reader: whoever reads that norm.
         Returns:
-            What this layer's MLP adds to h.
+            next_norm of h, as the reader takes it.
         """
-        x = self.mixer.decode(self.input_layernorm.rows_for(self.mixer, added, h), rope, inputs, state)
-        return self.mlp(self.post_attention_layernorm.rows_for(self.mlp, x, h))
+        x = self.mixer.decode(rows, rope, inputs, state)
+        rows = self.post_attention_layernorm.after(self.mixer.out, x, h, self.mlp)
+        if isinstance(self.mlp, MLP):
+            return next_norm.after(self.mlp.down_proj, self.mlp.inner(rows), h, reader)
+        return next_norm.rows_for(reader, self.mlp(rows), h)
 
 
 class Decoder(nn.Module):
@@ -187,9 +203,13 @@ class CausalLM(nn.Module, ABC):
         # twice a layer would decide between them. A prompt's is not: it is the same for all of them.
         h = torch.zeros_like(added, dtype=torch.promote_types(added.dtype, torch.float32))
         rope = self.rotary(inputs.positions)
-        for layer in self.model:
-            added = layer.decode(h, added, rope, inputs, state)
-        return self.model.norm(added, h)
+        layers = list(self.model)
+        rows: Rows = layers[0].input_layernorm.rows_for(layers[0].mixer, added, h)
+        readers = [(layer.input_layernorm, layer.mixer) for layer in layers[1:]]
+        for layer, (norm, reader) in zip(layers, [*readers, (self.model.norm, self.lm_head)]):
+            rows = layer.decode(h, rows, rope, inputs, state, norm, reader)
+        assert isinstance(rows, Tensor), "the head reads rows as they are"
+        return rows
 
     def logits(self, hidden: Tensor, head: Tensor | None = None) -> Tensor:
         """fp32 logits over `head` [C, hidden_size], or over the whole vocabulary.

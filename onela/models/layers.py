@@ -7,10 +7,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onela.models.config import ModelConfig
-from onela.models.quantized import Float8Linear, Float8Rows, Float8Weight, Rows, Weight, linear
+from onela.models.quantized import (
+    FinishedRows,
+    Float8Linear,
+    Float8Rows,
+    Float8Weight,
+    Rows,
+    UnfinishedRows,
+    Weight,
+    linear,
+)
 from onela.ops.attention import beam_attention, prefill_attention
 from onela.ops.gated_delta import gated_delta_layer_prefill
-from onela.ops.linear import linear_swiglu, rms_norm_float8, swiglu_float8
+from onela.ops.linear import added_linear, has_joined, linear_swiglu, rms_norm_float8, swiglu_float8
 from onela.ops.norm import gated_rms_norm, qk_norm_rotary, rms_norm, rotary, sigmoid_gate
 from onela.state import DecodeState, GatedDeltaWeights, PrefillInputs, StepInputs
 
@@ -30,7 +39,28 @@ class RMSNorm(nn.Module):
         """The norm of x; with a residual, of their sum, which stays in the residual."""
         return rms_norm(x, self.weight, eps=self.eps, zero_centered=self.zero_centered, residual=residual)
 
-    def rows_for(self, reader: nn.Module, x: Tensor, residual: Tensor) -> Rows:
+    def after(self, product: nn.Module, x: FinishedRows, residual: Tensor, reader: nn.Module) -> Rows:
+        """Add `product` of x to the residual; the norm of the sum, as whoever reads it takes it."""
+        if (
+            isinstance(x, Tensor)
+            and isinstance(product, nn.Linear)
+            and product.bias is None
+            and isinstance(reader, FusedLinear)
+            and isinstance(reader.fused, Tensor)
+            and has_joined(x, product.weight)
+            and residual.dtype == torch.float32
+        ):
+            made = added_linear(
+                x,
+                product.weight,
+                residual=residual,
+                norm_weight=self.weight,
+                zero_centered=self.zero_centered,
+            )
+            return UnfinishedRows(*made, self.eps)
+        return self.rows_for(reader, product(x), residual)
+
+    def rows_for(self, reader: nn.Module, x: Tensor, residual: Tensor) -> FinishedRows:
         """As `forward`, in float8 when whoever reads it takes it so."""
         if not (isinstance(reader, FusedLinear) and reader.takes_float8):
             return self(x, residual)
@@ -126,13 +156,20 @@ class MLP(FusedLinear):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Rows) -> Tensor:
+        return self.down_proj(self.inner(x))
+
+    def inner(self, x: Rows) -> FinishedRows:
+        """What `down_proj` reads."""
         if self.fused is None:
-            return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+            return F.silu(self.gate_proj(x)) * self.up_proj(x)
+        if isinstance(x, UnfinishedRows):
+            assert isinstance(self.fused, Tensor), "a norm is finished by a product with wide weights"
+            return linear_swiglu(x.values, self.fused, squares=x.squares, eps=x.eps)
         if isinstance(self.fused, Tensor):
             assert isinstance(x, Tensor), "rows in float8 go to weights in float8"
-            return self.down_proj(linear_swiglu(x, self.fused))
+            return linear_swiglu(x, self.fused)
         gate_up = linear(x, self.fused)
-        return self.down_proj(Float8Rows(*swiglu_float8(gate_up), gate_up.dtype))
+        return Float8Rows(*swiglu_float8(gate_up), gate_up.dtype)
 
     def fuse(self) -> None:
         self.fuse_linear([self.gate_proj, self.up_proj])
@@ -165,7 +202,12 @@ class Attention(FusedLinear):
         self.k_norm = RMSNorm(D, config.rms_norm_eps, zero_centered=gated)
 
     def prefill(
-        self, x: Rows, rope: Rope, inputs: PrefillInputs, state: DecodeState, rows: Tensor | None = None
+        self,
+        x: FinishedRows,
+        rope: Rope,
+        inputs: PrefillInputs,
+        state: DecodeState,
+        rows: Tensor | None = None,
     ) -> Tensor:
         if rows is None:
             q, k, v, gate = self._project(x, rope)
@@ -185,7 +227,12 @@ class Attention(FusedLinear):
             last_only=rows is not None,
             tables=inputs.tables,
         )
-        return self._finish(o, gate)
+        return self.o_proj(self._gated(o, gate))
+
+    @property
+    def out(self) -> nn.Module:
+        """The projection that reads what `decode` returns."""
+        return self.o_proj
 
     def decode(self, x: Rows, rope: Rope, inputs: StepInputs, state: DecodeState) -> Tensor:
         q, k, v, gate = self._project(x, rope)
@@ -202,7 +249,7 @@ class Attention(FusedLinear):
             records_v=state.records.layer(self.layer, "v"),
             **inputs.index,
         )
-        return self._finish(o, gate)
+        return self._gated(o, gate)
 
     def fuse(self) -> None:
         self.fuse_linear([self.q_proj, self.k_proj, self.v_proj])
@@ -227,7 +274,7 @@ class Attention(FusedLinear):
         return q, k, v.reshape(T, self.num_kv_heads, self.head_dim), gate
 
     def _project_rows(
-        self, x: Rows, rope: Rope, rows: Tensor
+        self, x: FinishedRows, rope: Rope, rows: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """As `_project`, but only these rows have queries."""
         T, B = x.shape[0], rows.shape[0]
@@ -243,10 +290,10 @@ class Attention(FusedLinear):
         k = self.k_norm(k.reshape(T, self.num_kv_heads, D))
         return q, rotary(k, cos, sin), v.reshape(T, self.num_kv_heads, D), gate
 
-    def _finish(self, o: Tensor, gate: Tensor | None) -> Tensor:
+    def _gated(self, o: Tensor, gate: Tensor | None) -> Tensor:
         if gate is not None:
             o = sigmoid_gate(o, gate)
-        return self.o_proj(o.reshape(o.shape[0], -1))
+        return o.reshape(o.shape[0], -1)
 
 
 class ConvWeight(nn.Module):
@@ -311,7 +358,12 @@ class GatedDeltaNet(FusedLinear):
         )
 
     def prefill(
-        self, x: Rows, rope: Rope, inputs: PrefillInputs, state: DecodeState, rows: Tensor | None = None
+        self,
+        x: FinishedRows,
+        rope: Rope,
+        inputs: PrefillInputs,
+        state: DecodeState,
+        rows: Tensor | None = None,
     ) -> Tensor:
         mixed, z, b, a = self.project(x)
         o = gated_delta_layer_prefill(
@@ -331,6 +383,10 @@ class GatedDeltaNet(FusedLinear):
         gated = gated_rms_norm(o, z.reshape(-1, self.HV, self.V), self.norm.weight, eps=self.norm_eps)
         return self.out_proj(gated.reshape(o.shape[0], -1))
 
+    @property
+    def out(self) -> nn.Module:
+        """The projection that reads what `decode` returns."""
+        return self.out_proj
+
     def decode(self, x: Rows, rope: Rope, inputs: StepInputs, state: DecodeState) -> Tensor:
-        mixed, z, b, a = self.project(x)
-        return self.out_proj(state.backend.layer_step(self.layer, self.weights, mixed, z, b, a, inputs))
+        return state.backend.layer_step(self.layer, self.weights, *self.project(x), inputs)

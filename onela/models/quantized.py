@@ -1,4 +1,4 @@
-"""Weights and rows in float8, and how a layer applies one to the other."""
+"""Weights and rows as they are, in float8, or under an unfinished norm, and how a layer applies one to the other."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from onela.ops.linear import float8_linear, quantize_rows
+from onela.ops.linear import float8_linear, normed_linear, quantize_rows
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,35 @@ class Float8Weight:
         return Float8Weight(self.values[rows], self.scales[rows])
 
 
-Rows = Tensor | Float8Rows
+@dataclass(frozen=True)
+class UnfinishedRows:
+    """Rows of a norm whose factor is applied by the product that reads them.
+
+    Attributes:
+        values: [N, D], under the norm's weight. squares: [parts, N] fp32, sums of squares of pieces of what is normed.
+        eps: the norm's.
+    """
+
+    values: Tensor
+    squares: Tensor
+    eps: float
+
+    @property
+    def shape(self) -> torch.Size:
+        """[N, D]."""
+        return self.values.shape
+
+
+FinishedRows = Tensor | Float8Rows
+Rows = FinishedRows | UnfinishedRows
 Weight = Tensor | Float8Weight
 
 
 def linear(x: Rows, weight: Weight) -> Tensor:
-    """A linear map without a bias: [N, D] -> [N, size] in x's dtype. A float8 weight takes rows of either kind."""
+    """A linear map without a bias: [N, D] -> [N, size] in x's dtype. A float8 weight takes rows in float8 or wide."""
+    if isinstance(x, UnfinishedRows):
+        assert isinstance(weight, Tensor), "a norm is finished by a product with wide weights"
+        return normed_linear(x.values, weight, squares=x.squares, eps=x.eps)
     if isinstance(weight, Float8Weight):
         rows = Float8Rows.of(x) if isinstance(x, Tensor) else x
         return float8_linear(rows.values, rows.scales, weight.values, weight.scales, out_dtype=rows.dtype)

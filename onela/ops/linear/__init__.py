@@ -1,16 +1,21 @@
-"""Linear maps that are joined with what follows, and those in 8 bits, whose rows are rounded under a scale each."""
+"""Linear maps that are joined with their neighbours, and those in 8 bits, whose rows are rounded under a scale each."""
 
 from onela.ops.linear.dispatch import (
+    added_linear,
     float8_linear,
+    has_joined,
     linear_swiglu,
+    normed_linear,
     quantize_rows,
     rms_norm_float8,
     swiglu_float8,
 )
 from onela.ops.linear.reference import (
     FLOAT8,
+    added_linear_ref,
     float8_linear_ref,
     linear_swiglu_ref,
+    normed_linear_ref,
     quantize_rows_ref,
     rms_norm_float8_ref,
     swiglu_float8_ref,
@@ -18,10 +23,15 @@ from onela.ops.linear.reference import (
 
 __all__ = [
     "FLOAT8",
+    "added_linear",
+    "added_linear_ref",
     "float8_linear",
     "float8_linear_ref",
+    "has_joined",
     "linear_swiglu",
     "linear_swiglu_ref",
+    "normed_linear",
+    "normed_linear_ref",
     "quantize_rows",
     "quantize_rows_ref",
     "rms_norm_float8",

@@ -7,8 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onela.ops.linear.reference import (
+    added_linear_ref,
     float8_linear_ref,
     linear_swiglu_ref,
+    normed_linear_ref,
     quantize_rows_ref,
     rms_norm_float8_ref,
     swiglu_float8_ref,
@@ -17,6 +19,8 @@ from onela.ops.norm import swiglu
 
 HALVES = (torch.bfloat16, torch.float16)
 MAX_ROW = 32768
+JOINED_ROWS = 512
+"""With fewer rows there are few tiles for long sums; torch's own products divide the sums there."""
 ALIGNMENT = 16
 """The scaled product wants rows and columns in multiples of this."""
 
@@ -50,20 +54,63 @@ def swiglu_float8(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     return swiglu_float8_ref(gate_up)
 
 
-def linear_swiglu(x: Tensor, weight: Tensor) -> Tensor:
+def normed_linear(x: Tensor, weight: Tensor, *, squares: Tensor | None = None, eps: float = 0.0) -> Tensor:
+    """`normed_linear_ref`, by its kernel where `has_joined` says so. Same arguments, results and errors."""
+    if squares is not None and has_joined(x, weight):
+        from onela.ops.linear.joined_hopper import normed_linear_hopper
+
+        return normed_linear_hopper(x, weight, squares=squares, eps=eps)
+    return normed_linear_ref(x, weight, squares=squares, eps=eps)
+
+
+def linear_swiglu(x: Tensor, weight: Tensor, *, squares: Tensor | None = None, eps: float = 0.0) -> Tensor:
     """`linear_swiglu_ref`: on Hopper in one launch where there are rows enough, else by torch's matrix product.
 
     Args, Returns, Raises: as in `linear_swiglu_ref`.
     Numerics: as in the implementation that runs.
     """
     if not x.is_cuda:
-        return linear_swiglu_ref(x, weight)
+        return linear_swiglu_ref(x, weight, squares=squares, eps=eps)
+    if squares is not None:
+        if has_joined(x, weight) and weight.shape[0] % 16 == 0:
+            from onela.ops.linear.joined_hopper import linear_swiglu_joined
+
+            return linear_swiglu_joined(x, weight, squares=squares, eps=eps)
+        return swiglu(normed_linear_ref(x, weight, squares=squares, eps=eps))
     if x.dtype in HALVES and torch.cuda.get_device_capability(x.device)[0] == 9:
         from onela.ops.linear.swiglu_hopper import linear_swiglu_hopper, supports
 
         if supports(x, weight):
             return linear_swiglu_hopper(x, weight)
     return swiglu(F.linear(x, weight))
+
+
+def added_linear(
+    x: Tensor, weight: Tensor, *, residual: Tensor, norm_weight: Tensor, zero_centered: bool = True
+) -> tuple[Tensor, Tensor]:
+    """`added_linear_ref`, by its kernel where `has_joined` says so. Same arguments, results and errors."""
+    whole = weight.shape[0] % 64 == 0
+    if has_joined(x, weight) and whole and residual.dtype == torch.float32 and residual.stride(-1) == 1:
+        from onela.ops.linear.joined_hopper import added_linear_hopper
+
+        return added_linear_hopper(
+            x, weight, residual=residual, norm_weight=norm_weight, zero_centered=zero_centered
+        )
+    return added_linear_ref(
+        x, weight, residual=residual, norm_weight=norm_weight, zero_centered=zero_centered
+    )
+
+
+def has_joined(x: Tensor, weight: Tensor) -> bool:
+    """Whether Hopper's joined products take these: bf16, enough rows, and each begins where the copy engine can."""
+    return (
+        x.is_cuda
+        and x.dtype == weight.dtype == torch.bfloat16
+        and x.shape[0] >= JOINED_ROWS
+        and torch.cuda.get_device_capability(x.device)[0] == 9
+        and all(t.stride(-1) == 1 and t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0 for t in (x, weight))
+        and weight.shape[0] % 8 == 0
+    )
 
 
 def float8_linear(

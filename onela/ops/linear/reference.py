@@ -1,4 +1,4 @@
-"""Linear maps in 8 bits: rows and weights rounded to float8 under one scale a row, by definition."""
+"""Linear maps that are joined with their neighbours, and those in 8 bits under one scale a row, by definition."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from onela.errors import DtypeError
 from onela.ops._checks import check_float, check_shape
+from onela.ops._dtypes import compute_dtype
 from onela.ops.norm import rms_norm_ref, swiglu_ref
 
 FLOAT8 = torch.float8_e4m3fn
@@ -64,20 +65,83 @@ def swiglu_float8_ref(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     return quantize_rows_ref(swiglu_ref(gate_up))
 
 
-def linear_swiglu_ref(x: Tensor, weight: Tensor) -> Tensor:
+def normed_linear_ref(
+    x: Tensor, weight: Tensor, *, squares: Tensor | None = None, eps: float = 0.0
+) -> Tensor:
+    """A linear map of rows whose norm is not finished: `(x @ weight^T) / sqrt(sum(squares) / K + eps)`.
+
+    A root-mean-square norm is a weight per column and a factor per row. The factor may as well come after the product
+    that reads the rows; then whoever makes a row need not have seen all of it.
+
+    Args:
+        x: [N, K], under the norm's weight. weight: [size, K], in x's dtype.
+        squares: [parts, N] fp32, the sums of squares of the pieces of each row that is normed; None: x is finished.
+        eps: added to the mean square.
+    Returns:
+        [N, size] in x's dtype.
+
+    Numerics: with squares fp32 inside (fp64 for fp64), rounded once; deterministic.
+    Raises: ShapeError, DtypeError.
+    """
+    check_joined(x, weight, squares)
+    if squares is None:
+        return F.linear(x, weight)
+    dtype = compute_dtype(x)
+    factor = torch.rsqrt(squares.sum(0).to(dtype) / x.shape[1] + eps)[:, None]
+    return (F.linear(x.to(dtype), weight.to(dtype)) * factor).to(x.dtype)
+
+
+def linear_swiglu_ref(
+    x: Tensor, weight: Tensor, *, squares: Tensor | None = None, eps: float = 0.0
+) -> Tensor:
     """The MLP's gated product of two linear maps of one input: `silu(x @ gate^T) * (x @ up^T)`.
 
     Args:
         x: [N, K]. weight: [2*D, K], gate's rows first, in x's dtype.
+        squares, eps: as in `normed_linear_ref`.
     Returns:
         [N, D] in x's dtype.
 
     Numerics: both maps are rounded to x's dtype first, and so is the SiLU; deterministic.
     Raises: ShapeError, DtypeError.
     """
+    return swiglu_ref(normed_linear_ref(x, weight, squares=squares, eps=eps))
+
+
+def added_linear_ref(
+    x: Tensor, weight: Tensor, *, residual: Tensor, norm_weight: Tensor, zero_centered: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Add a linear map to a residual, `residual += x @ weight^T`, and begin the norm of the sum.
+
+    Args:
+        x: [N, K]. weight: [size, K], in x's dtype.
+        residual: [N, size], in x's dtype or a wider one.
+        norm_weight: [size], of the norm that reads the sum. zero_centered: as in `rms_norm_ref`.
+    Returns:
+        values: [N, size] in x's dtype, the sum times the norm's weight.
+        squares: [parts, N] fp32, sums of squares of pieces of the sum's rows; both for `normed_linear` or
+            `linear_swiglu`.
+
+    Writes: residual.
+    Numerics: fp32 inside (fp64 for fp64); the map is not rounded before it is added; deterministic.
+    Raises: ShapeError, DtypeError.
+    """
+    check_joined(x, weight, None)
+    check_float("residual", residual, x.shape[0], weight.shape[0])
+    check_float("norm_weight", norm_weight, weight.shape[0])
+    dtype = compute_dtype(x)
+    wide = residual.to(dtype) + F.linear(x.to(dtype), weight.to(dtype))
+    residual.copy_(wide)
+    values = wide * (norm_weight.to(dtype) + (1.0 if zero_centered else 0.0))
+    return values.to(x.dtype), wide.square().sum(-1)[None]
+
+
+def check_joined(x: Tensor, weight: Tensor, squares: Tensor | None) -> None:
+    """Raise `ShapeError` or `DtypeError` unless rows, weight and sums of squares fit each other."""
     check_float("x", x, None, None)
     check_float("weight", weight, None, x.shape[1])
-    return swiglu_ref(F.linear(x, weight))
+    if squares is not None:
+        check_float("squares", squares, None, x.shape[0])
 
 
 def float8_linear_ref(

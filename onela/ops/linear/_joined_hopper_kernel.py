@@ -1,0 +1,225 @@
+# mypy: disable-error-code="no-untyped-def"
+"""Matrix products with what comes before and after them, for Hopper (Triton Gluon), by warps that have their own jobs.
+
+A program stays on its multiprocessor and takes one tile of the result after another. One warp brings rows and weights
+in, by the copy engine, through a ring of stages in shared memory, across the border between two tiles; one or two
+warpgroups multiply, 64 rows of the tile each, and finish their rows: nothing of the product itself goes through memory.
+
+Weights do not depend on the kernel before: they are asked for while it still runs.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+ROWS = gl.constexpr(64)
+# Row tiles that share columns of the weight, one tile after the other, before the next columns come.
+BAND = gl.constexpr(16)
+# What becomes of a product: it is the result; its halves become silu(left) * right; it is added to a residual.
+PLAIN, GATED, ADDED = (gl.constexpr(i) for i in range(3))
+
+
+@gluon.jit
+def _place(item, num_m, num_n):
+    """Row and column tile of an item."""
+    band = item // (BAND * num_n)
+    inside = item % (BAND * num_n)
+    height = gl.minimum(num_m - band * BAND, BAND)
+    return band * BAND + inside % height, inside // height
+
+
+@gluon.jit
+def _load_weight(w_desc, ring_w, bar, column, k, D, MODE: gl.constexpr):
+    BN: gl.constexpr = ring_w.shape[0]
+    if MODE == GATED:
+        HALF: gl.constexpr = BN // 2
+        tma.async_copy_global_to_shared(w_desc, [column * HALF, k], bar, ring_w.slice(0, HALF))
+        tma.async_copy_global_to_shared(w_desc, [D + column * HALF, k], bar, ring_w.slice(HALF, HALF))
+    else:
+        tma.async_copy_global_to_shared(w_desc, [column * BN, k], bar, ring_w)
+
+
+@gluon.jit
+def _bring(descs, shared, sizes, MODE: gl.constexpr):
+    """The warp that brings in rows and weights."""
+    x_desc, w_desc = descs
+    ring_x, ring_w, full, empty = shared
+    num_m, num_n, num_k, D, _N = sizes
+    STAGES: gl.constexpr = ring_x.shape[0]
+    BM: gl.constexpr = ring_x.shape[1]
+    BK: gl.constexpr = ring_x.shape[2]
+    BYTES: gl.constexpr = (BM + ring_w.shape[1]) * BK * 2
+    first = gl.program_id(0)
+    i_m, i_n = _place(first, num_m, num_n)
+    ahead = gl.minimum(num_k, STAGES)
+    for i in range(ahead):
+        mbarrier.expect(full.index(i), BYTES)
+        _load_weight(w_desc, ring_w.index(i), full.index(i), i_n, i * BK, D, MODE)
+    gdc_wait()
+    for i in range(ahead):
+        tma.async_copy_global_to_shared(x_desc, [i_m * BM, i * BK], full.index(i), ring_x.index(i))
+    place = ahead
+    for item in range(first, num_m * num_n, gl.num_programs(0)):
+        i_m, i_n = _place(item, num_m, num_n)
+        for i in range(gl.where(item == first, ahead, 0), num_k):
+            stage = place % STAGES
+            bar = full.index(stage)
+            mbarrier.wait(empty.index(stage), ((place // STAGES) & 1) ^ 1)
+            mbarrier.expect(bar, BYTES)
+            tma.async_copy_global_to_shared(x_desc, [i_m * BM, i * BK], bar, ring_x.index(stage))
+            _load_weight(w_desc, ring_w.index(stage), bar, i_n, i * BK, D, MODE)
+            place += 1
+
+
+@gluon.jit
+def _send(o_desc, out, value, row, column):
+    """A tile of results through shared memory to where it belongs, by the copy engine."""
+    tma.store_wait(0)
+    gl.thread_barrier()
+    out.store(value.to(out.dtype))
+    fence_async_shared()
+    gl.thread_barrier()
+    tma.async_copy_shared_to_global(o_desc, [row, column], out)
+
+
+@gluon.jit
+def _silu(x):
+    """x * sigmoid(x), to fp32's last bits but one or two."""
+    e = gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;",
+        "=r,r",
+        [x * -1.4426950408889634],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=1,
+    )
+    return x * gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=r,r", [1.0 + e], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _multiply(
+    o_desc, rest, shared, staging, sizes, GROUP: gl.constexpr, MODE: gl.constexpr, PARTS: gl.constexpr,
+    CENTERED: gl.constexpr,
+):  # fmt: skip
+    """One of the warpgroups that multiply: 64 rows of every tile."""
+    p_h, p_norm, p_squares, p_sums, stride_h, width, eps = rest
+    ring_x, ring_w, full, empty = shared
+    num_m, num_n, num_k, _D, N = sizes
+    STAGES: gl.constexpr = ring_x.shape[0]
+    BM: gl.constexpr = ring_x.shape[1]
+    BN: gl.constexpr = ring_w.shape[1]
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    zeros = gl.zeros([ROWS, BN], gl.float32, MMA)
+    out = staging.index(GROUP)
+    gdc_wait()
+    place = 0
+    for item in range(gl.program_id(0), num_m * num_n, gl.num_programs(0)):
+        i_m, i_n = _place(item, num_m, num_n)
+        row = i_m * BM + GROUP * ROWS
+        o_m = gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA))
+        o_n = gl.arange(0, BN, layout=gl.SliceLayout(0, MMA))
+        in_m = row + o_m < N
+        if PARTS > 0:
+            total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, MMA))
+            for part in gl.static_range(PARTS):
+                total += gl.load(p_sums + part * N + row + o_m, mask=in_m, other=0.0)
+            scale = gl.rsqrt(total / width + eps)
+        if MODE == ADDED:
+            # Whole tiles of columns.
+            p_tile = p_h + row.to(gl.int64) * stride_h + i_n * BN
+            o_tile = (o_m * stride_h)[:, None] + o_n[None, :]
+            h = gl.load(p_tile + o_tile, mask=in_m[:, None], other=0.0)
+        stage = place % STAGES
+        mbarrier.wait(full.index(stage), (place // STAGES) & 1)
+        acc = warpgroup_mma(
+            ring_x.index(stage).slice(GROUP * ROWS, ROWS), ring_w.index(stage).permute((1, 0)), zeros,
+            use_acc=False, is_async=True,
+        )  # fmt: skip
+        acc = warpgroup_mma_wait(1, deps=[acc])
+        place += 1
+        for _ in range(1, num_k):
+            last = stage
+            stage = place % STAGES
+            mbarrier.wait(full.index(stage), (place // STAGES) & 1)
+            acc = warpgroup_mma(
+                ring_x.index(stage).slice(GROUP * ROWS, ROWS), ring_w.index(stage).permute((1, 0)), acc,
+                is_async=True,
+            )  # fmt: skip
+            acc = warpgroup_mma_wait(1, deps=[acc])
+            mbarrier.arrive(empty.index(last), count=1)
+            place += 1
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(empty.index(stage), count=1)
+        if PARTS > 0:
+            acc = acc * scale[:, None]
+        if MODE == ADDED:
+            h += acc
+            gl.store(p_tile + o_tile, h, mask=in_m[:, None])
+            gl.store(p_squares + i_n * N + row + o_m, gl.sum(h * h, 1), mask=in_m)
+            factor = gl.load(p_norm + i_n * BN + o_n).to(gl.float32)
+            if CENTERED:
+                factor += 1.0
+            _send(o_desc, out, h * factor[None, :], row, i_n * BN)
+        elif MODE == PLAIN and out.shape[1] == BN:
+            _send(o_desc, out, acc, row, i_n * BN)
+        else:
+            left, right = acc.reshape((ROWS, 2, BN // 2)).permute((0, 2, 1)).split()
+            if MODE == GATED:
+                _send(o_desc, out, _silu(left) * right, row, i_n * (BN // 2))
+            else:
+                _send(o_desc, out, left, row, i_n * BN)
+                _send(o_desc, out, right, row, i_n * BN + BN // 2)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["num_m", "num_n", "num_k", "D", "N"])
+def joined_product_hopper_kernel(
+    x_desc, w_desc, o_desc, p_h, p_norm, p_squares, p_sums, num_m, num_n, num_k, D, N, stride_h, width, eps,
+    STAGES: gl.constexpr, MODE: gl.constexpr, PARTS: gl.constexpr, GROUPS: gl.constexpr, BN: gl.constexpr,
+    BO: gl.constexpr, CENTERED: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """As many programs as stay on the device at once; each takes every so-many-th tile of the result."""
+    dtype: gl.constexpr = x_desc.dtype
+    ring_x = gl.allocate_shared_memory(dtype, [STAGES, GROUPS * ROWS, 64], x_desc.layout)
+    ring_w = gl.allocate_shared_memory(dtype, [STAGES, BN, 64], w_desc.layout)
+    staging = gl.allocate_shared_memory(dtype, [GROUPS, ROWS, BO], o_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=GROUPS)
+    fence_async_shared()
+    gdc_launch_dependents()
+    shared = (ring_x, ring_w, full, empty)
+    sizes = (num_m, num_n, num_k, D, N)
+    rest = (p_h, p_norm, p_squares, p_sums, stride_h, width, eps)
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_multiply, (o_desc, rest, shared, staging, sizes, 0, MODE, PARTS, CENTERED)),
+                (_multiply, (o_desc, rest, shared, staging, sizes, 1, MODE, PARTS, CENTERED)),
+                (_bring, ((x_desc, w_desc), shared, sizes, MODE)),
+            ],
+            [4, 1],
+            [REGISTERS, 40],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (o_desc, rest, shared, staging, sizes, 0, MODE, PARTS, CENTERED)),
+                (_bring, ((x_desc, w_desc), shared, sizes, MODE)),
+            ],
+            [1],
+            [40],
+        )

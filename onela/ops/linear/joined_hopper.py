@@ -1,0 +1,162 @@
+"""The joined products on Hopper: tiles for a shape, and the launch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from onela.ops._checks import check_float
+from onela.ops.gated_delta._launch import multiprocessors
+from onela.ops.linear._joined_hopper_kernel import joined_product_hopper_kernel
+from onela.ops.linear.reference import check_joined
+
+PLAIN, GATED, ADDED = range(3)
+DEPTH = 64
+"""Columns of a stage."""
+SHARED = 225 << 10
+"""Bytes that stages and results of a program may take."""
+REGISTERS = 232
+
+
+class Tile(NamedTuple):
+    """A tile of the product: 64 rows for each of `groups` warpgroups, and its columns."""
+
+    groups: int
+    columns: int
+
+
+TILES: dict[int, tuple[Tile, ...]] = {
+    PLAIN: (Tile(2, 256), Tile(2, 128), Tile(2, 64), Tile(1, 128), Tile(1, 64)),
+    GATED: (Tile(2, 256), Tile(2, 128)),
+    ADDED: (Tile(2, 128), Tile(2, 64), Tile(1, 128), Tile(1, 64)),
+}
+
+
+def normed_linear_hopper(
+    x: Tensor, weight: Tensor, *, squares: Tensor | None = None, eps: float = 0.0, tile: Tile | None = None
+) -> Tensor:
+    """`normed_linear_ref` in one launch, for what `has_joined` allows. `tile` is picked when it is None.
+
+    Args, Returns, Raises: as in `normed_linear_ref`.
+    Aliasing: the weight is read while the kernel before still runs.
+    Numerics: fp32 sums in steps of the tensor cores; deterministic.
+    """
+    check_joined(x, weight, squares)
+    o = x.new_empty(x.shape[0], weight.shape[0])
+    _launch(PLAIN, x, weight, o, squares=squares, eps=eps, tile=tile)
+    return o
+
+
+def linear_swiglu_joined(
+    x: Tensor, weight: Tensor, *, squares: Tensor | None = None, eps: float = 0.0, tile: Tile | None = None
+) -> Tensor:
+    """`linear_swiglu_ref` in one launch, for what `has_joined` allows. `tile` is picked when it is None.
+
+    Args, Returns, Raises: as in `linear_swiglu_ref`; weight has a multiple of 16 rows.
+    Aliasing, Numerics: as in `normed_linear_hopper`; the sigmoid is exact to 2 units of fp32's last place.
+    """
+    check_joined(x, weight, squares)
+    o = x.new_empty(x.shape[0], weight.shape[0] // 2)
+    _launch(GATED, x, weight, o, squares=squares, eps=eps, tile=tile)
+    return o
+
+
+def added_linear_hopper(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    residual: Tensor,
+    norm_weight: Tensor,
+    zero_centered: bool = True,
+    tile: Tile | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`added_linear_ref` in one launch, for what `has_joined` allows. `tile` is picked when it is None.
+
+    Args, Returns, Writes, Raises: as in `added_linear_ref`; residual is fp32, weight has a multiple of 64 rows.
+    Aliasing: weight and norm_weight are read while the kernel before still runs.
+    Numerics: as in `normed_linear_hopper`.
+    """
+    check_joined(x, weight, None)
+    N, size = x.shape[0], weight.shape[0]
+    check_float("residual", residual, N, size)
+    check_float("norm_weight", norm_weight, size)
+    o = x.new_empty(N, size)
+    tile = tile or choose_tile(ADDED, N, size, x.shape[1], multiprocessors(x.device))
+    squares = x.new_empty(size // tile.columns, N, dtype=torch.float32)
+    _launch(
+        ADDED, x, weight, o, tile=tile, residual=residual, norm_weight=norm_weight, made=squares,
+        zero_centered=zero_centered,
+    )  # fmt: skip
+    return o, squares
+
+
+def choose_tile(mode: int, N: int, size: int, D: int, processors: int) -> Tile:
+    """The tile with which a product is through first, by the cycles that a multiprocessor spends on its share.
+
+    A stage takes as long as the tensor cores need for it, or as shared memory needs to take it in and to give it to
+    every warpgroup, 128 bytes a cycle. A launch has its begin and end besides, and so has, less so, each further tile.
+    """
+
+    def cycles(tile: Tile) -> int:
+        groups, columns = tile
+        tiles = triton.cdiv(N, 64 * groups) * triton.cdiv(size, columns // (1 + (mode == GATED)))
+        stage = max(2 * groups * columns, 128 * groups + columns * (groups + 1))
+        waves = triton.cdiv(tiles, processors)
+        return waves * (triton.cdiv(D, DEPTH) * stage + 1500) + 2500
+
+    return min((tile for tile in TILES[mode] if mode != ADDED or size % tile.columns == 0), key=cycles)
+
+
+def launch_sizes(mode: int, tile: Tile) -> tuple[int, int, int]:
+    """Columns of the result that a tile covers, those that leave at a time, and stages of its ring."""
+    step = tile.columns // 2 if mode == GATED else tile.columns
+    out = min(step, 128)
+    rows = 64 * tile.groups
+    return step, out, min(12, (SHARED - 2 * rows * out) // (2 * DEPTH * (rows + tile.columns)))
+
+
+def _launch(
+    mode: int,
+    x: Tensor,
+    weight: Tensor,
+    o: Tensor,
+    *,
+    squares: Tensor | None = None,
+    eps: float = 0.0,
+    tile: Tile | None,
+    residual: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    made: Tensor | None = None,
+    zero_centered: bool = False,
+) -> None:
+    N, D = x.shape
+    size = o.shape[1]
+    if N == 0 or size == 0:
+        return
+    processors = multiprocessors(x.device)
+    tile = tile or choose_tile(mode, N, size, D, processors)
+    rows, columns = 64 * tile.groups, tile.columns
+    step, out, stages = launch_sizes(mode, tile)
+    num_m, num_n = triton.cdiv(N, rows), triton.cdiv(size, step)
+    unused = x
+    joined_product_hopper_kernel[(min(processors, num_m * num_n),)](
+        TensorDescriptor.from_tensor(x, [rows, DEPTH], _layout(DEPTH)),
+        TensorDescriptor.from_tensor(weight, [step, DEPTH], _layout(DEPTH)),
+        TensorDescriptor.from_tensor(o, [64, out], _layout(out)),
+        unused if residual is None else residual,
+        unused if norm_weight is None else norm_weight,
+        unused if made is None else made,
+        unused if squares is None else squares,
+        num_m, num_n, triton.cdiv(D, DEPTH), size, N, 0 if residual is None else residual.stride(0), float(D), eps,
+        STAGES=stages, MODE=mode, PARTS=0 if squares is None else squares.shape[0], GROUPS=tile.groups, BN=columns,
+        BO=out, CENTERED=zero_centered, REGISTERS=REGISTERS, num_warps=4, launch_pdl=True,
+    )  # fmt: skip
+
+
+def _layout(columns: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * columns), element_bitwidth=16, rank=2)

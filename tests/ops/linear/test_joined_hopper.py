@@ -1,0 +1,147 @@
+"""Hopper's joined products against their references, over every tile and awkward sizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from onela.ops.linear import added_linear_ref, has_joined, linear_swiglu_ref, normed_linear_ref
+
+pytest.importorskip("triton")
+from onela.ops.linear.joined_hopper import (
+    ADDED,
+    GATED,
+    PLAIN,
+    TILES,
+    Tile,
+    added_linear_hopper,
+    choose_tile,
+    linear_swiglu_joined,
+    normed_linear_hopper,
+)
+from tests.tolerances import ROWS
+
+# Rows, depth, columns: more tiles than multiprocessors, one row, ends within tiles, a depth shorter than the ring.
+SIZES = [(1024, 1024, 8224), (1, 192, 2048), (1000, 1024, 1024), (77, 3584, 1024), (2500, 64, 1040)]
+
+
+def factors(N: int, D: int, size: int, parts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    torch.manual_seed(N + D + size)
+    x = torch.randn(N, D, device="cuda").bfloat16()
+    weight = (torch.randn(size, D, device="cuda") / D**0.5).bfloat16()
+    return x, weight, torch.rand(parts, N, device="cuda") * D / parts if parts else None
+
+
+def near(have: torch.Tensor, want: torch.Tensor) -> None:
+    """Equal to rounding, where want is what fp32 gives; of cancelled sums the size of the terms counts."""
+    scale = float(want.abs().amax()) if want.numel() else 1.0
+    torch.testing.assert_close(
+        have.float() / scale, want.float() / scale, rtol=ROWS["bf16"]["rtol"], atol=2**-10
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", TILES[PLAIN], ids=str)
+@pytest.mark.parametrize("parts", [0, 1, 16])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_normed(sizes: tuple[int, int, int], parts: int, tile: Tile) -> None:
+    x, weight, squares = factors(*sizes, parts)
+    have = normed_linear_hopper(x, weight, squares=squares, eps=1e-6, tile=tile)
+    near(have, normed_linear_ref(x, weight, squares=squares, eps=1e-6))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", TILES[GATED], ids=str)
+@pytest.mark.parametrize("parts", [0, 16])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_gated(sizes: tuple[int, int, int], parts: int, tile: Tile) -> None:
+    x, weight, squares = factors(sizes[0], sizes[1], 2 * sizes[2], parts)
+    have = linear_swiglu_joined(x, weight, squares=squares, eps=1e-6, tile=tile)
+    near(have, linear_swiglu_ref(x, weight, squares=squares, eps=1e-6))
+
+
+@pytest.mark.gpu
+def test_a_gate_far_from_zero() -> None:
+    x = torch.eye(128, device="cuda").bfloat16()
+    gate = torch.linspace(-300, 300, 64, device="cuda")[:, None].expand(64, 128)
+    weight = torch.cat([gate, torch.ones_like(gate)]).bfloat16().contiguous()
+    near(linear_swiglu_joined(x, weight), linear_swiglu_ref(x, weight))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", TILES[ADDED], ids=str)
+@pytest.mark.parametrize("zero_centered", [True, False])
+@pytest.mark.parametrize("sizes", [(1024, 2048, 1024), (1, 192, 2048), (1000, 64, 1152)], ids=str)
+def test_added(sizes: tuple[int, int, int], zero_centered: bool, tile: Tile) -> None:
+    x, weight, _ = factors(*sizes, 0)
+    N, _, size = sizes
+    norm = torch.randn(size, device="cuda").bfloat16()
+    start = torch.randn(N, size + 32, device="cuda")
+    expected, *found = (start.clone()[:, :size] for _ in range(3))
+    options = {"norm_weight": norm, "zero_centered": zero_centered}
+    want = added_linear_ref(x, weight, residual=expected, **options)
+    made = [added_linear_hopper(x, weight, residual=one, tile=tile, **options) for one in found]
+    (values, squares), again = made
+    torch.testing.assert_close(found[0], expected, rtol=2e-5, atol=2e-5)
+    near(values, want[0])
+    torch.testing.assert_close(squares.sum(0), want[1].sum(0), rtol=2e-5, atol=2e-5)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(values, again[0])
+    assert torch.equal(squares, again[1])
+
+
+@pytest.mark.gpu
+def test_a_chain_in_a_graph() -> None:
+    """Kernels that begin before the one ahead of them ends still see all that it wrote."""
+    N, D, inner = 1024, 1024, 3584
+    x, up, _ = factors(N, D, 2 * inner, 0)
+    down = (torch.randn(D, inner, device="cuda") / inner**0.5).bfloat16()
+    norm = torch.zeros(D, device="cuda").bfloat16()
+    residual = torch.zeros(N, D, device="cuda")
+
+    def run() -> torch.Tensor:
+        residual.zero_()
+        rows = x
+        squares = None
+        for _ in range(8):
+            rows = linear_swiglu_joined(rows, up, squares=squares, eps=1e-6)
+            rows, squares = added_linear_hopper(rows, down, residual=residual, norm_weight=norm)
+        return rows
+
+    run()
+    torch.cuda.synchronize()
+    apart = []
+    residual.zero_()
+    rows, squares = x, None
+    for _ in range(8):
+        rows = linear_swiglu_joined(rows, up, squares=squares, eps=1e-6)
+        torch.cuda.synchronize()
+        rows, squares = added_linear_hopper(rows, down, residual=residual, norm_weight=norm)
+        torch.cuda.synchronize()
+    apart.append(rows)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for _ in range(20):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, apart[0])
+
+
+@pytest.mark.gpu
+def test_what_the_kernel_takes() -> None:
+    x, weight, _ = factors(1024, 64, 64, 0)
+    assert has_joined(x, weight) == (torch.cuda.get_device_capability()[0] == 9)
+    assert not has_joined(x[:5], weight)
+    assert not has_joined(x.float(), weight)
+    assert not has_joined(x[:, 1:], weight[:, 1:])
+    assert not has_joined(x, weight[:60])
+
+
+@pytest.mark.parametrize("mode", [PLAIN, GATED, ADDED])
+def test_a_tile_is_chosen(mode: int) -> None:
+    for N in (1, 128, 1024, 30000):
+        for size in (64, 1024, 8256):
+            tile = choose_tile(mode, N, size, 1024, 132)
+            assert tile in TILES[mode]
+            assert mode != ADDED or size % tile.columns == 0
