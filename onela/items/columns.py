@@ -33,12 +33,18 @@ class StringColumn:
     @classmethod
     def from_strings(cls, strings: Iterable[str | None]) -> StringColumn:
         """Raises UnicodeEncodeError for a string with a lone surrogate."""
-        texts = list(strings)
-        encoded = [b"" if text is None else text.encode() for text in texts]
+        given = list(strings)
+        valid = np.array([text is not None for text in given]) if None in given else None
+        texts = [text or "" for text in given]
+        whole = "".join(texts)
+        if whole.isascii():  # a character is a byte
+            data, lengths = whole.encode(), map(len, texts)
+        else:
+            encoded = [text.encode() for text in texts]
+            data, lengths = b"".join(encoded), map(len, encoded)
         offsets = np.zeros(len(texts) + 1, dtype=np.int64)
-        np.cumsum(np.fromiter(map(len, encoded), dtype=np.int64, count=len(texts)), out=offsets[1:])
-        valid = np.fromiter((text is not None for text in texts), dtype=bool, count=len(texts))
-        return cls(np.frombuffer(b"".join(encoded), dtype=np.uint8), offsets, None if valid.all() else valid)
+        np.cumsum(np.fromiter(lengths, dtype=np.int64, count=len(texts)), out=offsets[1:])
+        return cls(np.frombuffer(data, dtype=np.uint8), offsets, valid)
 
     @classmethod
     def concatenate(cls, parts: Sequence[StringColumn]) -> StringColumn:
@@ -95,7 +101,9 @@ class StringColumn:
         same = lengths == np.diff(other.offsets)
         rows = np.flatnonzero(same & (lengths > 0))
         if len(rows):
-            left, right = self.take(rows), other.take(rows)
+            left, right = self, other
+            if len(rows) < len(self):
+                left, right = self.take(rows), other.take(rows)
             same[rows] = np.logical_and.reduceat(left.data == right.data, left.offsets[:-1])
         return same
 
