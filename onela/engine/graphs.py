@@ -16,7 +16,7 @@ from torch import Tensor
 
 from onela.engine.active import ActiveRequest
 from onela.engine.packing import StepBuffers, StepShape
-from onela.engine.prefill_packing import PrefillBuffers, exact_shape, padded_prefill_shape, stand_in
+from onela.engine.prefill_packing import PrefillBuffers, exact_shape, shape_for
 from onela.engine.scheduler import PrefillChunk
 from onela.ops.prefill_tables import PrefillShape
 from onela.state import PrefillInputs, PromptPool, StepInputs
@@ -230,12 +230,7 @@ class PrefillGraphs(ForwardGraphs[PrefillShape, PrefillBuffers]):
 
     def run(self, chunks: Sequence[PrefillChunk]) -> Tensor | None:
         """The last hidden row of each chunk [B, hidden_size], which the next run overwrites; None: see `find`."""
-        exact = exact_shape(chunks)
-        shape = padded_prefill_shape(exact)
-        if shape not in self._graphs:
-            # Some more padding costs less than the tenth of a second that a capture takes.
-            shape = stand_in(self._graphs, exact) or shape
-        found = self.find(shape)
+        found = self.find(shape_for(self._graphs, exact_shape(chunks)))
         if found is None:
             return None
         found.buffers.fill(chunks)

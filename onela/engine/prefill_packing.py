@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import accumulate
 
 import torch
@@ -14,6 +14,8 @@ from onela.state import PrefillInputs, PromptPool
 
 FINE_FROM = 1024
 """From here on buckets are a sixteenth of a power of two apart, below an eighth."""
+TIGHT = 8
+"""From there on tight buckets are so many tokens apart."""
 SMALLEST = 64
 """Tokens of the smallest bucket."""
 SLACK = 96
@@ -41,15 +43,15 @@ def exact_shape(chunks: Sequence[PrefillChunk]) -> PrefillShape:
     )
 
 
-def padded_prefill_shape(shape: PrefillShape) -> PrefillShape:
-    """The shape that stands for all with a little fewer tokens or prompts.
+def padded_prefill_shape(shape: PrefillShape, *, tight: bool = False) -> PrefillShape:
+    """The shape that stands for all with a little fewer tokens or prompts; if `tight`, for those with very few less.
 
     A single new prompt is a rectangle, and so are a few of nearly the same length: then attention is faster.
     Tokens are padded by at most a sixteenth (an eighth below 1024, or to the next 32), prompts to a power of four; a
     single one that goes on has a shape of its own.
     """
-    T = bucket(shape.num_tokens)
-    side = bucket(shape.longest)
+    T = bucket(shape.num_tokens, tight=tight)
+    side = bucket(shape.longest, tight=tight)
     few = shape.num_prompts <= FEW_PROMPTS and side >= LONG and shape.num_prompts * side <= T + T // 16
     if not shape.goes_on and (shape.num_prompts == 1 or few):
         return PrefillShape(shape.num_prompts * side, shape.num_prompts, side, rectangle=True)
@@ -79,10 +81,35 @@ def stand_in(captured: Iterable[PrefillShape], shape: PrefillShape) -> PrefillSh
     return min(fitting, key=lambda room: (room.num_tokens, not room.rectangle, room.goes_on), default=None)
 
 
-def bucket(num_tokens: int) -> int:
+def shape_for(captured: Collection[PrefillShape], shape: PrefillShape) -> PrefillShape:
+    """The padded shape in which a forward of the exact sizes `shape` is to run, captured already or not.
+
+    One that is captured for it is tight: whatever is asked for first, and perhaps again, carries no padding. Where a
+    captured shape holds it at little cost it runs in that. And where the next smaller one is near, lengths may be
+    growing one by one, and the new shape is to hold the next ones too.
+    """
+    tight = padded_prefill_shape(shape, tight=True)
+    if tight in captured:
+        return tight
+    found = stand_in(captured, shape)
+    if found is not None:
+        return found
+    near = (
+        room.num_prompts == tight.num_prompts
+        and room.goes_on == tight.goes_on
+        and room.rectangle == tight.rectangle
+        and tight.num_tokens * 8 // 9 <= room.num_tokens < tight.num_tokens
+        for room in captured
+    )
+    return padded_prefill_shape(shape) if any(near) else tight
+
+
+def bucket(num_tokens: int, *, tight: bool = False) -> int:
     """The tokens that a forward of so many is padded to."""
     if num_tokens <= SMALLEST:
         return SMALLEST
+    if tight and num_tokens > FINE_FROM:
+        return -(-num_tokens // TIGHT) * TIGHT
     step = max(SMALLEST // 2, _power_of_two(num_tokens) // (32 if num_tokens > FINE_FROM else 16))
     return -(-num_tokens // step) * step
 

@@ -11,7 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onela.models.config import LINEAR, ModelConfig
-from onela.models.layers import MLP, Attention, FusedLinear, GatedDeltaNet, RMSNorm, Rope, RotaryEmbedding
+from onela.models.layers import (
+    MLP,
+    Attention,
+    FusedLinear,
+    GatedDeltaNet,
+    RMSNorm,
+    Rope,
+    RotaryEmbedding,
+    add_linear,
+)
 from onela.models.quantized import Rows
 from onela.state import DecodeState, PrefillInputs, StepInputs
 
@@ -44,25 +53,29 @@ class DecoderLayer(nn.Module):
     def prefill(
         self,
         h: Tensor,
-        added: Tensor,
+        added: Tensor | None,
         rope: Rope,
         inputs: PrefillInputs,
         state: DecodeState,
         rows: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Run the layer over new tokens of prompts.
 
         Args:
-            h: [T, hidden_size], the residual stream, changed in place: each sum is made by the norm that reads it.
-            added: [T, hidden_size], what the layer before adds to h; before the first layer the embedding.
+            h: [T, hidden_size], the residual stream, changed in place.
+            added: [T, hidden_size], what the layer before adds to h; None when its last product has added it.
             rows: the tokens that are asked for; None: all.
         Returns:
-            h of these tokens, and what the MLP adds to it.
+            h of these tokens, and what the MLP adds to it, or None.
         """
         x = self.mixer.prefill(self.input_layernorm.rows_for(self.mixer, added, h), rope, inputs, state, rows)
         if rows is not None:
             h = h.index_select(0, rows)
-        return h, self.mlp(self.post_attention_layernorm.rows_for(self.mlp, x, h))
+        mixed = add_linear(h, x, self.mixer.out)
+        normed = self.post_attention_layernorm.rows_for(self.mlp, mixed, h)
+        if isinstance(self.mlp, MLP):
+            return h, add_linear(h, self.mlp.inner(normed), self.mlp.down_proj)
+        return h, self.mlp(normed)
 
     def decode(
         self,
@@ -183,14 +196,13 @@ class CausalLM(nn.Module, ABC):
             [T, hidden_size], after the final norm, for every new token; with `last_rows`, [B, hidden_size] for those
             alone, and the last layer runs for them what nobody else needs.
         """
-        added = self.model.embed_tokens(inputs.token_ids)
-        h = torch.zeros_like(added)
+        h, added = self.model.embed_tokens(inputs.token_ids), None
         rope = self.rotary(inputs.positions)
         last = len(self.model.layers) - 1
         for i, layer in enumerate(self.model):
             rows = inputs.last_rows if i == last else None
             h, added = layer.prefill(h, added, rope, inputs, state, rows)
-        return self.model.norm(added, h)
+        return self.model.norm(h) if added is None else self.model.norm(added, h)
 
     def decode(self, inputs: StepInputs, state: DecodeState) -> Tensor:
         """Run one token of every live beam.

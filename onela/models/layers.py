@@ -60,8 +60,9 @@ class RMSNorm(nn.Module):
             return UnfinishedRows(*made, self.eps)
         return self.rows_for(reader, product(x), residual)
 
-    def rows_for(self, reader: nn.Module, x: Tensor, residual: Tensor) -> FinishedRows:
-        """As `forward`, in float8 when whoever reads it takes it so."""
+    def rows_for(self, reader: nn.Module, added: Tensor | None, stream: Tensor) -> FinishedRows:
+        """The norm of the residual stream after this has been added to it, in float8 when its reader takes it so."""
+        x, residual = (stream, None) if added is None else (added, stream)
         if not (isinstance(reader, FusedLinear) and reader.takes_float8):
             return self(x, residual)
         rounded = rms_norm_float8(
@@ -146,6 +147,20 @@ class FusedLinear(nn.Module):
                 setattr(self, name, Float8Linear(child))
 
 
+def add_linear(stream: Tensor, x: FinishedRows, layer: nn.Module) -> Tensor | None:
+    """Apply a linear map whose result belongs to the residual stream [N, D].
+
+    Returns:
+        None where the matrix product has added to the stream itself; else the result, for somebody to add.
+    """
+    weight = layer.weight if isinstance(layer, nn.Linear) and layer.bias is None else None
+    if weight is not None and isinstance(x, Tensor) and x.is_cuda and stream.dtype == x.dtype == weight.dtype:
+        torch.addmm(stream, x, weight.t(), out=stream)
+        return None
+    result: Tensor = layer(x)
+    return result
+
+
 class MLP(FusedLinear):
     """`down(silu(gate(x)) * up(x))`."""
 
@@ -209,6 +224,7 @@ class Attention(FusedLinear):
         state: DecodeState,
         rows: Tensor | None = None,
     ) -> Tensor:
+        """What `out` reads, of these rows."""
         if rows is None:
             q, k, v, gate = self._project(x, rope)
         else:
@@ -227,11 +243,11 @@ class Attention(FusedLinear):
             last_only=rows is not None,
             tables=inputs.tables,
         )
-        return self.o_proj(self._gated(o, gate))
+        return self._gated(o, gate)
 
     @property
     def out(self) -> nn.Module:
-        """The projection that reads what `decode` returns."""
+        """The projection that reads what `prefill` and `decode` return."""
         return self.o_proj
 
     def decode(self, x: Rows, rope: Rope, inputs: StepInputs, state: DecodeState) -> Tensor:
@@ -365,6 +381,7 @@ class GatedDeltaNet(FusedLinear):
         state: DecodeState,
         rows: Tensor | None = None,
     ) -> Tensor:
+        """As in `Attention`."""
         mixed, z, b, a = self.project(x)
         o = gated_delta_layer_prefill(
             *(mixed, b, a),
@@ -381,11 +398,11 @@ class GatedDeltaNet(FusedLinear):
         if rows is not None:
             o, z = o.index_select(0, rows), z.index_select(0, rows)
         gated = gated_rms_norm(o, z.reshape(-1, self.HV, self.V), self.norm.weight, eps=self.norm_eps)
-        return self.out_proj(gated.reshape(o.shape[0], -1))
+        return gated.reshape(o.shape[0], -1)
 
     @property
     def out(self) -> nn.Module:
-        """The projection that reads what `decode` returns."""
+        """As in `Attention`."""
         return self.out_proj
 
     def decode(self, x: Rows, rope: Rope, inputs: StepInputs, state: DecodeState) -> Tensor:

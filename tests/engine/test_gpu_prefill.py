@@ -151,7 +151,8 @@ def test_graphs_are_dropped_when_a_pool_grows() -> None:
     last_rows(engine, admit(engine, (62,)))
     many = admit(engine, (64,) * 40, seed=50)
     wanted = last_rows(exact, admit(exact, (64,) * 40, seed=50))
-    assert error(last_rows(engine, many), wanted) < 0.05
+    allowed = 1.5 * error(reference_rows(engine, many), wanted) + 2e-3
+    assert error(last_rows(engine, many), wanted) < allowed
     assert captured(engine).num_captures > captures
 
 

@@ -14,6 +14,7 @@ from onela.engine.prefill_packing import (
     bucket,
     buckets_up_to,
     padded_prefill_shape,
+    shape_for,
     stand_in,
 )
 from onela.engine.warm_up import decode_shapes, prefill_shapes, warm_up
@@ -166,6 +167,27 @@ def test_a_captured_shape_stands_in_for_what_it_holds(
 def test_shapes_have_room_for_their_padding(given: PrefillShape, expected: PrefillShape) -> None:
     assert padded_prefill_shape(given) == expected
     assert padded_prefill_shape(expected) == expected
+
+
+def test_the_first_of_a_length_runs_without_padding() -> None:
+    def alone(tokens: int) -> PrefillShape:
+        return PrefillShape(tokens, 1, tokens, rectangle=True)
+
+    captured: list[PrefillShape] = []
+    for tokens, room in ((5000, 5000), (4993, 5000), (4500, 5000), (4400, 4400), (5001, 5120), (5100, 5120)):
+        shape = shape_for(captured, alone(tokens))
+        assert shape == alone(room), tokens
+        captured += [shape] if shape not in captured else []
+    assert len(captured) == 3
+    assert shape_for(captured, PrefillShape(5000, 1, 5000, True)) == PrefillShape(5000, 1, 5000, True)
+    assert shape_for([], PrefillShape(4 * 5000 - 3, 4, 5000)) == PrefillShape(20000, 4, 5000, rectangle=True)
+
+
+def test_growing_prompts_capture_few_shapes() -> None:
+    captured: set[PrefillShape] = set()
+    for tokens in range(1000, 9000):
+        captured.add(shape_for(captured, PrefillShape(tokens, 1, tokens, rectangle=True)))
+    assert len(captured) < 60
 
 
 def test_a_warm_engine_captures_nothing_more(path: Path) -> None:
