@@ -8,7 +8,7 @@ chip. Weights and the prompt's part of the windows lie in shared memory, in fp32
 A thread that sums has 8 channels of 4 rows, so that it needs few weights. Rows stay with their warp throughout.
 """
 
-# ruff: noqa: RUF005, SIM102  (Gluon has no starred tuples, and mixes run-time and compile-time conditions badly)
+# ruff: noqa: RUF005  (Gluon has no starred tuples)
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -27,6 +27,7 @@ from onela.ops.gated_delta._replay_hopper_kernel import (
     key_dots,
     load_delta,
     load_stages,
+    prefetch_rows,
     product,
     sigmoid,
     silu,
@@ -121,6 +122,33 @@ def scaled_silu(scaled):
         dtype=gl.float32,
         is_pure=True,
         pack=1,
+    )
+
+
+@gluon.jit
+def scaled_silu_pairs(scaled):
+    """The same, two at a time with one reciprocal: 1 / a = b / (a b). Exponents end at 60, or the product is inf."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .f32 a, b, r, s;
+        min.ftz.f32 a, $2, 0f42700000;
+        min.ftz.f32 b, $3, 0f42700000;
+        ex2.approx.ftz.f32 a, a;
+        ex2.approx.ftz.f32 b, b;
+        fma.rn.ftz.f32 a, a, 0fBFB8AA3B, 0fBFB8AA3B;
+        fma.rn.ftz.f32 b, b, 0fBFB8AA3B, 0fBFB8AA3B;
+        mul.ftz.f32 r, a, b;
+        rcp.approx.ftz.f32 r, r;
+        mul.ftz.f32 s, $2, r;
+        mul.ftz.f32 r, $3, r;
+        mul.ftz.f32 $0, s, b;
+        mul.ftz.f32 $1, r, a;
+        }""",
+        "=&f,=&f,f,f",
+        [scaled],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=2,
     )
 
 
@@ -222,7 +250,13 @@ def convolve(ring, place, n, indices, base, stride, taps, slot, owner, G: gl.con
     results = ()
     for part in gl.static_range(3):
         w = taps.index(part * TAPS + TAPS - 1).load(CHANNEL)
-        results = results + (scaled_silu(sums[part] + widen(inputs[part]) * w[None, :]).to(gl.bfloat16),)
+        scaled = sums[part] + widen(inputs[part]) * w[None, :]
+        # Without ancestors a tile waits for exponents and reciprocals above all; with them for its loads.
+        if PAST == 0:
+            y = scaled_silu_pairs(scaled)
+        else:
+            y = scaled_silu(scaled)
+        results = results + (y.to(gl.bfloat16),)
         gl.store(base[3 + part] + offsets, inputs[part], mask=written if part == 0 else shared)
     for part in gl.static_range(3):
         ring.index((place + part) % G.RING).store(results[part])
@@ -317,6 +351,11 @@ def gated_delta_layer_step_hopper_kernel(
         p_records_delta + column,
         p_z + column,
     )
+    # The first tile's rows, if the kernel before this one has not just written them, come from memory early.
+    n = first + gl.arange(0, BW, layout=ROW)
+    for part in gl.static_range(3):
+        prefetch_rows(base[part], n.to(gl.int64) * s_x, n < last, 32, G)
+    prefetch_rows(base[8], n.to(gl.int64) * s_z, n < last, 32, G)
     requests = gl.arange(0, BPAD, layout=REQUESTS)
     ends = gl.load(p_cu_rows + 1 + requests, mask=requests < B, other=FAR).to(gl.int32)
     prompts = gl.load(p_prompts + requests, mask=requests < B, other=-1).to(gl.int32)
@@ -362,19 +401,25 @@ def gated_delta_layer_step_hopper_kernel(
             index_2 = load_index(p_slots, p_ancestors, s_ancestors, shift, n + 2 * BW, live_end, T)
         n_conv = start + gl.arange(0, BW, layout=gl.SliceLayout(1, CONV))
         slot_conv = gl.load(p_slots + n_conv, mask=n_conv < live_end, other=-1)
-        # All that comes from the prompt, and the indices, are loaded while the kernel before this one drains.
-        if OVERLAP:
-            if start == first:
+        store_tails(taps, weights, past, depth, G)
+        # All that comes from the prompt, and the indices, are loaded while the kernel before this one drains. The fence
+        # waits for whatever is on its way, so it comes before the copies of the first rows.
+        if start == first:
+            if OVERLAP:
                 gdc_launch_dependents()
+            async_copy.wait_group(0)
+            fence_async_shared()
+            gl.thread_barrier()
+            if OVERLAP:
                 gdc_wait()
         b_a = gl.load(p_a + n.to(gl.int64) * s_a + i_hv, mask=n < live_end, other=0.0)
         b_b = gl.load(p_b + n.to(gl.int64) * s_b + i_hv, mask=n < live_end, other=0.0)
         for s in gl.static_range(RING):
             copy_ahead(ring, s, n, (index, index_1), base, stride, s, G)
-        store_tails(taps, weights, past, depth, G)
-        async_copy.wait_group(RING)
-        fence_async_shared()
-        gl.thread_barrier()
+        if start > first:
+            async_copy.wait_group(RING)
+            fence_async_shared()
+            gl.thread_barrier()
 
         place = gl.to_tensor(0)
         for _ in range(gl.cdiv(end - start, BW)):
@@ -410,7 +455,9 @@ def gated_delta_layer_step_hopper_kernel(
             b_beta = sigmoid(b_b.to(gl.float32))
             b_z = load_stages(ring, place, 1, PIECE, G)[0]
             place = refill(ring, place, n, indices, base, stride, G.GATE, G)
-            if T <= 1:
+            if T == 0:
+                gate = scaled_silu_pairs(widen(b_z) * MINUS_LOG2E)
+            elif T == 1:
                 gate = silu(b_z)
             decays = ()
             for j in gl.static_range(T):
