@@ -30,6 +30,7 @@ import torch
 
 from bench.common import Failures, append_result, machine
 from onela import BeamParams, Engine, EngineConfig, Request, Result, SidVocabulary
+from onela.bench.decode import choose
 from onela.bench.models import SHAPE_08B, TINY, engine_of, overlap, random_model, vocabulary_of
 from onela.cli.capacity import read_memory
 from onela.engine.active import ActiveRequest
@@ -79,9 +80,8 @@ def hold_and_decode(
             batch = Batch(prefill=engine.scheduler.schedule().prefill)
             if not batch.prefill:
                 break
-            hidden = engine.runner.prefill(batch.prefill)
-            for request, beams in zip(batch.requests, engine._select(batch, hidden)):
-                request.advance(beams)
+            engine.runner.prefill(batch.prefill)
+            choose(engine, batch)
             engine._finish(batch)
         held, waiting = len(engine.scheduler.running), list(engine.scheduler.waiting)
         for request in waiting:
@@ -89,7 +89,7 @@ def hold_and_decode(
         while engine.scheduler.has_work:
             engine.step()
     kept = [request for request in active if not any(request is other for other in waiting)]
-    graphs = [engine.runner.graphs, engine.runner.prefill_graphs]
+    graphs = [engine.runner.graphs, engine.runner.selection_graphs, engine.runner.prefill_graphs]
     lost = [request.outcome for request in kept if not isinstance(request.outcome, Result)]
     lost += [graph.failure for graph in graphs if graph is not None and graph.failure is not None]
     if lost:

@@ -34,7 +34,7 @@ import torch
 
 from bench.common import Failures, append_result, machine, time_events, time_graph
 from onela import BeamParams, Engine, Request, Result, SidVocabulary
-from onela.bench.decode import StepTimes, measure_steps, part_times
+from onela.bench.decode import StepTimes, choose, measure_steps, part_times
 from onela.bench.models import (
     SHAPE_08B,
     TINY,
@@ -82,15 +82,14 @@ def time_steps(
             engine.scheduler.add(request)
         while any(request.outcome is None for request in active):
             batch = engine.scheduler.schedule()
-            hidden = runner.prefill(batch.prefill)
+            runner.prefill(batch.prefill)
             if engine.device.type == "cuda":
                 torch.cuda.synchronize()
             start = time.perf_counter()
-            hidden += [rows.clone() for rows in runner.decode(batch.decode)]
+            runner.decode(batch.decode)
             if engine.device.type == "cuda":
                 torch.cuda.synchronize()
             taken = time.perf_counter() - start
-            survivors = engine._select(batch, hidden)
             if batch.decode and runner.graphs is not None and runner.graphs.failure is None:
                 # The graph of this step, its inputs still in place; what it writes again is the same or no longer read.
                 graph = next(reversed(runner.graphs._graphs.values())).graph
@@ -99,8 +98,7 @@ def time_steps(
                     print_kernels(graph.replay)
             elif batch.decode:
                 times.append([taken * 1e6])
-            for request, beams in zip(batch.requests, survivors):
-                request.advance(beams)
+            choose(engine, batch)
             engine._finish(batch)
     return times
 

@@ -31,8 +31,9 @@ import torch
 
 from bench.common import append_result, time_events
 from onela import ItemCatalog, Request, SidVocabulary
-from onela.decoding import Beams
+from onela.decoding import BeamPool, PackedBeams, Selection
 from onela.engine.served import ServedCatalog
+from onela.ops.beams.columns import row_size
 
 HOST = torch.device("cpu")
 CATALOGUES = Path(__file__).resolve().parent.parent / "build" / "bench"
@@ -61,18 +62,22 @@ def time_host(runs: list[Callable[[], Any]], device: torch.device = HOST) -> lis
     return times
 
 
-def start_beams(served: ServedCatalog, level: int, width: int, device: torch.device, seed: int) -> Beams:
-    """`width` beams on random nodes before a level, in order."""
-    if level == 0:
-        return Beams.root(device)
+def start_beams(
+    served: ServedCatalog, level: int, levels: int, requests: int, width: int, device: torch.device
+) -> PackedBeams:
+    """`width` beams of each request on random nodes before a level, in order."""
     trie = served.search.trie
     assert trie is not None
-    generator = torch.Generator().manual_seed(seed)
-    count = int(trie.num_nodes(level))
-    nodes = torch.randperm(count, generator=generator)[:width].sort().values.to(device)
-    scores = torch.randn(width, generator=generator).to(device)
-    codes = torch.zeros(width, level, dtype=torch.int32, device=device)
-    return Beams(codes, scores, nodes, torch.zeros(width, dtype=torch.int32, device=device))
+    N = requests * width
+    generator = torch.Generator().manual_seed(level)
+    count = int(trie.num_nodes(level)) if level else 1
+    nodes = [torch.randperm(count, generator=generator)[:width].sort().values for _ in range(requests)]
+    return PackedBeams(
+        cum_logprobs=torch.randn(N, generator=generator).to(device),
+        trie_nodes=torch.cat(nodes).to(device),
+        hidden_rows=torch.arange(N, device=device),
+        rows=torch.zeros(N, row_size(levels), dtype=torch.int32, device=device),
+    )
 
 
 def main() -> None:
@@ -113,11 +118,15 @@ def main() -> None:
     selects = []
     with torch.inference_mode():
         for level in range(arguments.levels):
-            beams = [start_beams(served, level, W, device, r) for r in range(R)]
-            logits = torch.randn(sum(b.width for b in beams), arguments.codebook, device=device)
+            width = W if level else 1
+            beams = start_beams(served, level, arguments.levels, R, width, device)
+            logits = torch.randn(R * width, arguments.codebook, device=device)
+            pool = BeamPool(arguments.levels, device)
+            pool.reserve(R * W)
+            selection = Selection.of(level, [width] * R, [W] * R, range(0, R * W, W), device, mask_rows=rows)
             times = []
-            for option in ({}, {"allowed": masks.level(level), "allowed_rows": rows}):
-                run = partial(served.search.step, level, logits, beams, [W] * R, **option)
+            for allowed in (None, masks.level(level)):
+                run = partial(served.search.step, pool, selection, beams, logits, allowed=allowed)
                 if device.type == "cuda":
                     times.append(statistics.median(time_events(run, samples=30, per_sample=4)) / 1000)
                 else:

@@ -18,7 +18,7 @@ from onela.bench.timing import time_events
 from onela.decoding import BeamParams
 from onela.engine import Engine, Request, Result
 from onela.engine.active import ActiveRequest
-from onela.engine.scheduler import PrefillChunk
+from onela.engine.scheduler import Batch, PrefillChunk
 from onela.errors import CapacityError
 from onela.state import AttentionGeometry, PromptPool
 
@@ -77,6 +77,13 @@ def _places(prompts: PromptPool, chunk: PrefillChunk) -> torch.Tensor:
     return torch.tensor([chunk.request.prompt.index], device=prompts.device)
 
 
+def choose(engine: Engine, batch: Batch, hidden: Sequence[torch.Tensor] | None = None) -> None:
+    """Choose the next token of a batch's requests: from these hidden rows, or as the forwards have left them."""
+    engine.runner.select(batch.requests, hidden)
+    for request in batch.requests:
+        request.advance()
+
+
 @torch.inference_mode()
 def start(
     engine: Engine, num_requests: int, prompt_tokens: int, params: BeamParams, seed: int = 0
@@ -96,8 +103,7 @@ def start(
     generator = torch.Generator(engine.device).manual_seed(seed)
     size, dtype = engine.model.config.hidden_size, engine.model.lm_head.weight.dtype
     hidden = torch.randn(num_requests, size, generator=generator, device=engine.device).to(dtype)
-    for request, beams in zip(batch.requests, engine._select(batch, list(hidden.split(1)))):
-        request.advance(beams)
+    choose(engine, batch, list(hidden.split(1)))
     engine._finish(batch)
     return active
 
@@ -110,11 +116,10 @@ def run_steps(engine: Engine, active: Sequence[ActiveRequest]) -> list[float]:
         batch = engine.scheduler.schedule()
         _wait(engine.device)
         begin = time.perf_counter()
-        hidden = [rows.clone() for rows in engine.runner.decode(batch.decode)]
+        engine.runner.decode(batch.decode)
         _wait(engine.device)
         taken.append((time.perf_counter() - begin) * 1e6)
-        for request, beams in zip(batch.requests, engine._select(batch, hidden)):
-            request.advance(beams)
+        choose(engine, batch)
         engine._finish(batch)
     return taken
 

@@ -5,50 +5,105 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from onela.decoding.pool import BeamPool
 from onela.items import DeviceTrie
 from onela.ops.beam_select import beam_select
+from onela.ops.beams import advance_beams, pack_beams
 from onela.ops.indexing import device_tensor
 
 
 @dataclass(frozen=True)
-class Beams:
-    """The beams of one request, in order of their SIDs: siblings are neighbours, beams that do not live come last.
+class Selection:
+    """What the host knows of one selection, of requests that stand before the same level.
 
     Attributes:
-        codes: [W, level] int32, code indices so far; PAD in a beam that does not live.
-        cum_logprobs: [W] fp32, sum of log-probabilities; -inf in a beam that does not live.
-        trie_nodes: [W] int64, node of the item trie; PAD in a beam that does not live.
-        parent_beams: [W] int32, beam of the step before that each one extends; PAD in a beam that does not live.
+        level: which is chosen. num_rows: N, rows that it is chosen from, and num_out: M, places for survivors, both
+            with padding.
+        cu_rows: [B+1] int32, rows of each request. cu_out: [B+1] int32, its survivors.
+        first_rows: [B] int32, where its beams lie in the pool. hidden_starts: [B] int32, the hidden row of its first
+            beam.
+        first_slots: [B] int32, the slot that its first beam has just written; PAD where nobody asks for it any more.
+        mask_rows: [B] int32, its row of the masks over the trie's edges; PAD: it has none.
     """
 
-    codes: Tensor
-    cum_logprobs: Tensor
-    trie_nodes: Tensor
-    parent_beams: Tensor
+    level: int
+    num_rows: int
+    num_out: int
+    cu_rows: Tensor
+    cu_out: Tensor
+    first_rows: Tensor
+    hidden_starts: Tensor
+    first_slots: Tensor
+    mask_rows: Tensor
 
     @classmethod
-    def root(cls, device: torch.device) -> Beams:
-        """The one beam that stands on the prompt."""
+    def of(
+        cls,
+        level: int,
+        rows: Sequence[int],
+        widths: Sequence[int],
+        first_rows: Sequence[int],
+        device: torch.device,
+        *,
+        mask_rows: Sequence[int] | None = None,
+    ) -> Selection:
+        """A selection whose hidden rows adjoin, and that notes no slots.
+
+        Args:
+            rows, widths, first_rows: of each request, beams before and after, and where they lie in the pool.
+        """
+
+        def tensor(values: Sequence[int]) -> Tensor:
+            return device_tensor(values, torch.int32, device)
+
+        bounds = list(accumulate(rows, initial=0))
+        none = [-1] * len(rows)
         return cls(
-            codes=torch.empty(1, 0, dtype=torch.int32, device=device),
-            cum_logprobs=torch.zeros(1, device=device),
-            trie_nodes=torch.zeros(1, dtype=torch.int64, device=device),
-            parent_beams=torch.full((1,), -1, dtype=torch.int32, device=device),
+            level=level,
+            num_rows=bounds[-1],
+            num_out=sum(widths),
+            cu_rows=tensor(bounds),
+            cu_out=tensor(list(accumulate(widths, initial=0))),
+            first_rows=tensor(first_rows),
+            hidden_starts=tensor(bounds[:-1]),
+            first_slots=tensor(none),
+            mask_rows=tensor(none if mask_rows is None else mask_rows),
         )
 
-    @property
-    def width(self) -> int:
-        """Beams, living or not."""
-        return self.codes.shape[0]
 
-    @property
-    def alive(self) -> Tensor:
-        """[W] bool."""
-        return self.trie_nodes >= 0
+@dataclass(frozen=True)
+class PackedBeams:
+    """The beams that a selection chooses from, side by side; see `pack_beams_ref`.
+
+    Attributes:
+        cum_logprobs: [N] fp32. trie_nodes: [N] int64. hidden_rows: [N] int64, where their hidden rows lie.
+        rows: [N, F] int32, all that is known of them.
+    """
+
+    cum_logprobs: Tensor
+    trie_nodes: Tensor
+    hidden_rows: Tensor
+    rows: Tensor
+
+    @classmethod
+    def of(cls, pool: BeamPool, selection: Selection) -> PackedBeams:
+        """Those of a selection."""
+        return cls(
+            *pack_beams(
+                pool.rows,
+                cu_rows=selection.cu_rows,
+                first_rows=selection.first_rows,
+                hidden_starts=selection.hidden_starts,
+                num_rows=selection.num_rows,
+                level=selection.level,
+                num_levels=pool.num_levels,
+            )
+        )
 
 
 class BeamSearch:
@@ -63,61 +118,62 @@ class BeamSearch:
 
     def step(
         self,
-        level: int,
+        pool: BeamPool,
+        selection: Selection,
+        beams: PackedBeams,
         logits: Tensor,
-        beams: Sequence[Beams],
-        widths: Sequence[int],
         *,
-        normalizer: str = "level",
-        log_normalizer: Tensor | None = None,
+        normalizer: Literal["level", "allowed"] | Tensor = "level",
         allowed: Tensor | None = None,
-        allowed_rows: Sequence[int] | None = None,
-        finite: Tensor | None = None,
-    ) -> list[Beams]:
-        """Extend the beams of several requests that stand before the same level.
+    ) -> None:
+        """Extend the beams of several requests that stand before the same level; the survivors take their places.
+
+        A request of whose living beams one has logits that cannot be ranked is marked in its first row. Nothing waits
+        for a GPU.
 
         Args:
-            level: which level's codes the columns of `logits` are.
-            logits: [N, C] fp32, rows of the requests one after the other.
-            beams: the requests' beams, N in all. widths: survivors to keep of each request.
-            normalizer: "level", "allowed", or "vocabulary" with `log_normalizer` [N] given.
-            allowed: [F, words] int32, masks over the trie's edges of this level, 32 to a word. allowed_rows: the mask
-                of each request, -1 for a request without one.
-            finite: [N] bool, written as `beam_select_ref` says: whether a row's logits can be used. None: not asked.
-        Returns:
-            The survivors of each request, `width` places each; fewer live where fewer are legal.
+            pool: where the beams lie. selection, beams: who takes part; `beams` was packed from the pool just before.
+            logits: [N, C], one column per code of the level.
+            normalizer: "level", "allowed", or log-normalizers [N].
+            allowed: [F, words] int32, masks over the trie's edges of this level, 32 to a word; None: no request of the
+                selection has one.
         """
-        device = logits.device
-        cu_rows = _boundaries([b.width for b in beams], device)
-        cu_out = _boundaries(widths, device)
-        parents, codes, cum_logprobs, nodes = beam_select(
+        level = selection.level
+        # On a GPU the selection tells it of what it reads; elsewhere a pass of its own costs less.
+        finite = torch.empty(len(logits), dtype=torch.bool, device=logits.device) if logits.is_cuda else None
+        usable = finite
+        if usable is None:
+            lowest, highest = logits.aminmax(dim=-1)
+            usable = highest - lowest < float("inf")
+        chosen = beam_select(
             logits,
-            cum_logprobs=torch.cat([b.cum_logprobs for b in beams]),
-            cu_rows=cu_rows,
-            cu_out=cu_out,
-            trie_nodes=torch.cat([b.trie_nodes for b in beams]),
+            cum_logprobs=beams.cum_logprobs,
+            cu_rows=selection.cu_rows,
+            cu_out=selection.cu_out,
+            trie_nodes=beams.trie_nodes,
             child_offsets=None if self.trie is None else self.trie.offsets[level],
             child_codes=None if self.trie is None else self.trie.codes[level],
             child_allowed=allowed,
-            allowed_rows=None if allowed_rows is None else device_tensor(allowed_rows, torch.int64, device),
-            normalizer=normalizer if log_normalizer is None else log_normalizer,  # type: ignore[arg-type]
-            num_out=sum(widths),
+            allowed_rows=None if allowed is None else selection.mask_rows,
+            normalizer=normalizer,
+            num_out=selection.num_out,
             finite=finite,
         )
-        # All requests at once: what is done for each of them alone, a GPU waits for.
-        missing = parents < 0
-        local = parents
-        if len(beams) > 1:
-            counts = device_tensor(widths, torch.int64, device)
-            first_rows = torch.repeat_interleave(cu_rows[:-1], counts, output_size=sum(widths))
-            local = (parents - first_rows).masked_fill_(missing, -1)
-        histories = codes[:, None]
-        if level:
-            before = beams[0].codes if len(beams) == 1 else torch.cat([b.codes for b in beams])
-            histories = torch.cat([before.index_select(0, parents.clamp(min=0)), histories], dim=1)
-            histories = histories.masked_fill_(missing[:, None], -1)
-        parts = (part.split(list(widths)) for part in (histories, cum_logprobs, nodes, local))
-        return [Beams(*part) for part in zip(*parts)]
+        if isinstance(normalizer, Tensor):  # the logits of tokens that are no codes
+            usable &= torch.isfinite(normalizer)
+        advance_beams(
+            pool.rows,
+            beams.rows,
+            *chosen,
+            trie_nodes=beams.trie_nodes,
+            finite=usable,
+            cu_rows=selection.cu_rows,
+            cu_out=selection.cu_out,
+            first_rows=selection.first_rows,
+            first_slots=selection.first_slots,
+            level=level,
+            num_levels=pool.num_levels,
+        )
 
     def limit_widths(
         self, widths: Sequence[int], codebook_sizes: Sequence[int], num_nodes: Sequence[int] | None = None
@@ -138,8 +194,3 @@ class BeamSearch:
             previous = min(width, possible)
             limited.append(previous)
         return tuple(limited)
-
-
-def _boundaries(sizes: Sequence[int], device: torch.device) -> Tensor:
-    bounds = list(accumulate(sizes, initial=0))
-    return device_tensor(bounds, torch.int32, device)

@@ -8,16 +8,13 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from onela.decoding import BeamParams, Beams
+from onela.decoding import BeamParams, BeamPool, Beams
 from onela.engine.request import Request, Result
 from onela.engine.served import ServedCatalog
 from onela.errors import OneLAError
 from onela.items import Eligibility
-from onela.ops.indexing import gather_rows
-from onela.state import BeamTree, PromptState
+from onela.state import PromptState
 from onela.state.records import last_step_rows, own_slots
 
 
@@ -28,13 +25,12 @@ class ActiveRequest:
     Attributes:
         request, params, prompt_token_ids: what was asked.
         asked: items to return. widths: beams after each step, impossible ones left out.
-        prompt: its place in the prompt pool. first_slot, first_row: its extents of record slots and of beam places.
+        prompt: its place in the prompt pool. first_slot, first_row: its extents of record slots and of beam rows.
         spare_slot: where the records of its last step go, in the batch that runs it.
         served: the catalogue that it began with. eligibility: what it may get; None: everything.
         mask_row: its row of the served catalogue's masks, once it has one.
-        beams: living beams. tree: their ancestors.
-        path_scores: [W, level] fp32, `cum_logprobs` of each beam's ancestors and itself, if the request asks for it.
-        invalid: [] bool tensor, set when the model produced something that cannot be ranked.
+        pool: where its beams lie, from `first_row` on. level: tokens written so far, and the level that is chosen next.
+        hidden_row: where the runner keeps the first of the hidden rows that the next token is chosen from.
         prefix_digests: of its prefixes that may be in the prompt cache. stops: lengths after which its prompt
             state is to be kept. kept: digests of those that were. cached_tokens: tokens found in the cache.
         arrived_at, deadline: seconds on the scheduler's clock; deadline None: as long as it takes.
@@ -49,8 +45,7 @@ class ActiveRequest:
     prompt_token_ids: list[int]
     asked: int
     widths: tuple[int, ...]
-    beams: Beams
-    tree: BeamTree
+    pool: BeamPool
     served: ServedCatalog
     eligibility: Eligibility | None = None
     mask_row: int | None = None
@@ -58,8 +53,8 @@ class ActiveRequest:
     first_slot: int = 0
     spare_slot: int = 0
     first_row: int = 0
-    path_scores: Tensor | None = None
-    invalid: Tensor | None = None
+    level: int = 0
+    hidden_row: int = 0
     prefix_digests: list[bytes] = field(default_factory=list)
     stops: tuple[int, ...] = ()
     kept: list[bytes] = field(default_factory=list)
@@ -79,9 +74,19 @@ class ActiveRequest:
         return np.asarray(self.prompt_token_ids, dtype=np.int32)
 
     @property
-    def level(self) -> int:
-        """Tokens written so far: the level that is chosen next."""
-        return self.beams.codes.shape[1]
+    def width(self) -> int:
+        """Beams, living or not; one before the first token: the prompt."""
+        return self.widths[self.level - 1] if self.level else 1
+
+    @property
+    def depth(self) -> int:
+        """Ancestors of each beam."""
+        return max(self.level - 1, 0)
+
+    @property
+    def beams(self) -> Beams:
+        """The beams as they are now, in views that the next step writes over."""
+        return self.pool.beams(self.first_row, self.width, self.level)
 
     @property
     def finished(self) -> bool:
@@ -110,7 +115,7 @@ class ActiveRequest:
 
     @property
     def num_rows(self) -> int:
-        """Places for beams that the request needs."""
+        """Beam rows that the request needs."""
         return max(self.widths)
 
     @property
@@ -120,15 +125,6 @@ class ActiveRequest:
             return self.spare_slot
         return self.first_slot + sum(self.widths[: self.level - 1])
 
-    def advance(self, survivors: Beams) -> None:
-        """Take the survivors of a selection. The only place where a request's tree moves on."""
-        if self.level == 0:
-            self.tree = BeamTree.root(survivors.width, survivors.codes.device)
-        elif not self.in_last_step:  # after the last step nobody asks for ancestors
-            self.tree = self.tree.advance(survivors.parent_beams, self.step_start)
-        if self.request.logprobs:
-            scores = survivors.cum_logprobs[:, None]
-            if self.path_scores is not None:
-                scores = torch.cat([gather_rows(self.path_scores, survivors.parent_beams), scores], dim=1)
-            self.path_scores = scores
-        self.beams = survivors
+    def advance(self) -> None:
+        """Count the token that has been chosen."""
+        self.level += 1

@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 # This many failed steps in a row mean that the device or the process is broken, not a request.
 MAX_FAILED_STEPS = 3
+# An engine without work looks so often whether there is something to get ready for.
+IDLE_S = 0.5
 # Prompts of at most so many tokens are prepared on the event loop's thread: a third of a millisecond.
 MAX_QUICK_TOKENS = 8192
 
@@ -230,7 +232,8 @@ class AsyncEngine:
         while True:
             with self._wake:
                 while not (self._arrived or self._cancelled or self._stopped or self._tickets):
-                    self._wake.wait()
+                    if not self._wake.wait(IDLE_S):
+                        break
                 if self._stopped:
                     return
                 arrived, self._arrived = self._arrived, []
@@ -244,6 +247,16 @@ class AsyncEngine:
                     self._settle(active)
             if self.engine.scheduler.has_work:
                 self._step()
+            elif not arrived:
+                self._use_idle_time()
+
+    def _use_idle_time(self) -> None:
+        """Get ready for a catalogue that has been loaded, as long as nobody comes."""
+        try:
+            while self.engine.get_ready() and not self._arrived:
+                pass
+        except Exception:  # it will be tried again when somebody needs it
+            logger.exception("what a catalogue needs could not be captured ahead")
 
     def _add(self, ticket: _Ticket) -> None:
         try:

@@ -5,30 +5,30 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import math
 import threading
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from onela.config import EngineConfig
-from onela.decoding import BeamParams, Beams
+from onela.decoding import BeamParams, HostBeams
 from onela.engine.active import ActiveRequest
 from onela.engine.catalogs import Catalogs
 from onela.engine.flight import MAX_FLIGHTS, Flight
+from onela.engine.packing import SelectionShape
 from onela.engine.prompt_cache import CacheStats, PromptCache
 from onela.engine.prompting import PromptEncoder, PromptOptions
 from onela.engine.request import Request, Result, prompt_field
-from onela.engine.results import HostBeams, empty_result, make_result
+from onela.engine.results import empty_result, make_result
 from onela.engine.runner import Runner
 from onela.engine.scheduler import Batch, Scheduler
 from onela.engine.served import ServedCatalog
 from onela.engine.tokenizer import load_tokenizer
-from onela.engine.warm_up import warm_up
+from onela.engine.warm_up import capture, selection_shapes, warm_up
 from onela.errors import (
     CancelledError,
     ConfigError,
@@ -43,7 +43,6 @@ from onela.items import ItemCatalog, SidVocabulary
 from onela.models import CausalLM, load_model, read_model_config
 from onela.state import (
     REPLAYING,
-    BeamTree,
     DecodeState,
     PromptPool,
     Records,
@@ -149,13 +148,15 @@ class Engine:
         self.scheduler = Scheduler(self.config, prompts, records, cache=self.cache)
         self.catalogs = Catalogs(catalog, vocabulary, self.device)
         self._flights: deque[Flight] = deque()
+        # Catalogues whose selections have been captured, and what is still to capture of one that came later.
+        self._ready: weakref.WeakSet[ServedCatalog] = weakref.WeakSet([self.catalogs.active])
+        self._to_capture: deque[SelectionShape] = deque()
         self.waited_s = 0.0
-        # What every request begins with; nobody writes into it.
-        self._root_beams, self._root_tree = Beams.root(self.device), BeamTree.root(1, self.device)
         self._generating = threading.RLock()
         if self.config.warm_up_tokens or self.config.warm_up_requests:
-            warm_up(self.runner, self.config, vocabulary.num_levels)
+            warm_up(self.runner, self.config, vocabulary.num_levels, self.served)
             self._rehearse()
+            self.runner.seal(prefill=self.config.warm_up_tokens > 0, decode=self.config.warm_up_requests > 0)
 
     @property
     def served(self) -> ServedCatalog:
@@ -274,6 +275,7 @@ class Engine:
         What goes wrong ends requests, never the engine: a request past its deadline ends with `DeadlineError`, one
         whose logits are NaN with `NumericsError`, and when a step raises, all who took part with `EngineError`.
         """
+        self.get_ready()
         ended = self._land(MAX_FLIGHTS - 1) + self._expire()
         # While prompts are being run, those whose turn would be next still come together.
         batch = self.scheduler.schedule(admit=not any(flight.batch.prefill for flight in self._flights))
@@ -282,17 +284,34 @@ class Engine:
             # Nothing can be done before the device has got further.
             return ended + (self._land(len(self._flights) - 1) if self._flights and not ended else [])
         try:
-            hidden = self.runner.prefill(batch.prefill) + self.runner.decode(batch.decode)
+            self.runner.run(batch)
             self.scheduler.keep(batch)
-            survivors = self._select(batch, hidden)
-            for request, beams in zip(batch.requests, survivors):
-                request.advance(beams)
+            for request in batch.requests:
+                request.advance()
             self._flights.append(Flight.begin(batch, self.device))
         except Exception as error:  # a bug, a fault of the device: whatever it is, the others go on
             return ended + self._fail(batch.members, error)
         # Whoever watches sees the beams as they are after this step.
         watched = any(request.observer is not None for request in batch.requests)
         return ended + self._land(0 if watched else MAX_FLIGHTS)
+
+    @torch.inference_mode()
+    def get_ready(self) -> bool:
+        """Capture a graph that a catalogue needs which has been loaded since a warm start, ahead of its requests.
+
+        One takes some milliseconds, so a step does no more than that. Returns whether there was any to capture.
+        """
+        graphs, catalogs = self.runner.selection_graphs, self.catalogs
+        if graphs is None or not graphs.warm:
+            return False
+        for served in (catalogs.active, catalogs.staged):
+            if served is not None and served not in self._ready:
+                self._ready.add(served)
+                graphs.forget([c for c in (catalogs.active, catalogs.previous, served) if c is not None])
+                self._to_capture.extend(selection_shapes(self.config, self.vocabulary.num_levels, served))
+        if not self._to_capture:
+            return False
+        return bool(capture(graphs, [self._to_capture.popleft()]))
 
     def prepare(self, request: Request, params: BeamParams | None = None) -> ActiveRequest:
         """Check a request and turn it into what the engine works on. Touches nothing that a step uses.
@@ -325,8 +344,7 @@ class Engine:
             prompt_token_ids=tokens,
             asked=params.num_return_sequences or asked_widths[-1],
             widths=widths,
-            beams=self._root_beams,
-            tree=self._root_tree,
+            pool=self.runner.beams,
             served=served,
             eligibility=eligibility,
             arrived_at=arrived_at,
@@ -360,49 +378,6 @@ class Engine:
         prompts.prompt_tensors.reserve(config.max_prompts or 0)
         prompts.page_tensors.reserve(config.max_pages or 0)
         self.state.records.pool.reserve(config.max_slots or 0)
-
-    def _select(self, batch: Batch, hidden: Sequence[Tensor]) -> list[Beams]:
-        """Choose the survivors of every request; requests of one catalogue before one level are chosen together."""
-        groups: dict[tuple[ServedCatalog, int, str], list[int]] = {}
-        requests = batch.requests
-        for i, request in enumerate(requests):
-            groups.setdefault((request.served, request.level, request.params.normalizer), []).append(i)
-        survivors: dict[int, Beams] = {}
-        for (served, level, normalizer), members in groups.items():
-            rows = torch.cat([hidden[i] for i in members])
-            logits = self.runner.level_logits(rows, level)
-            # On a GPU the selection tells it of what it reads.
-            finite = torch.empty(len(rows), dtype=torch.bool, device=rows.device) if rows.is_cuda else None
-            usable = finite
-            if usable is None:
-                lowest, highest = logits.aminmax(dim=-1)
-                usable = highest - lowest < math.inf
-            log_normalizer = self.runner.log_normalizer(rows) if normalizer == "vocabulary" else None
-            mask_rows = [_mask_row(requests[i]) for i in members]
-            masks = served.masks if any(row >= 0 for row in mask_rows) else None
-            chosen = served.search.step(
-                level,
-                logits,
-                [requests[i].beams for i in members],
-                [requests[i].widths[level] for i in members],
-                normalizer=normalizer,
-                log_normalizer=log_normalizer,
-                allowed=None if masks is None else masks.level(level),
-                allowed_rows=None if masks is None else mask_rows,
-                finite=finite,
-            )
-            if log_normalizer is not None:  # the logits of tokens that are no codes
-                usable &= torch.isfinite(log_normalizer)
-            alive = torch.cat([requests[i].beams.trie_nodes for i in members]) >= 0
-            bad = ~usable & alive
-            row = 0
-            for i, beams in zip(members, chosen):
-                request = requests[i]
-                invalid = bad[row : row + request.beams.width].any()
-                request.invalid = invalid if request.invalid is None else request.invalid | invalid
-                row += request.beams.width
-                survivors[i] = beams
-        return [survivors[i] for i in range(len(requests))]
 
     def _land(self, most: int) -> list[ActiveRequest]:
         """Finish the steps that the device has done, and wait until at most so many are under way."""
@@ -486,15 +461,6 @@ class Engine:
             request.served.masks.release(request.mask_row)
         request.outcome = outcome
         return True
-
-
-def _mask_row(request: ActiveRequest) -> int:
-    """The request's row of masks, taken when it first chooses; -1 when everything is eligible."""
-    if request.eligibility is None or request.served.masks is None:
-        return -1
-    if request.mask_row is None:
-        request.mask_row = request.served.masks.acquire(request.eligibility)
-    return request.mask_row
 
 
 def _engine_error(error: Exception) -> EngineError:

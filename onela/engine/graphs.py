@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 import warnings
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from onela.engine.active import ActiveRequest
-from onela.engine.packing import StepBuffers, StepShape
-from onela.engine.prefill_packing import PrefillBuffers, exact_shape, shape_for
+from onela.engine.packing import SelectionShape, StepShape
+from onela.engine.prefill_packing import PrefillBuffers, exact_shape, fits, shape_for
 from onela.engine.scheduler import PrefillChunk
+from onela.engine.served import ServedCatalog
 from onela.ops.prefill_tables import PrefillShape
-from onela.state import PrefillInputs, PromptPool, StepInputs
+from onela.state import PrefillInputs, PromptPool
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,8 @@ MAX_GRAPHS = 128
 """Decode graphs kept at a time; the one that was not used for the longest time goes first."""
 MAX_PREFILL_GRAPHS = 320
 """Prefill graphs kept at a time."""
+MAX_SELECTION_GRAPHS = 512
+"""Graphs of selections kept at a time. They are small."""
 EXACT_DEPTH = 8
 """Up to this depth a graph is made for every depth; beyond, for every eighth."""
 
@@ -39,12 +42,12 @@ class ForwardGraph(Generic[Buffers]):
     """One captured forward.
 
     Attributes:
-        buffers: where its inputs are read. hidden: [N, hidden_size], what a replay writes.
+        buffers: where its inputs are read. hidden: what a replay writes, if anybody asks for that.
         graph: the `torch.cuda.CUDAGraph`.
     """
 
     buffers: Buffers
-    hidden: Tensor
+    hidden: Tensor | None
     graph: Any
 
 
@@ -58,6 +61,9 @@ class ForwardGraphs(ABC, Generic[Shape, Buffers]):
     Args:
         generation: changes whenever a pointer that the forward uses has changed.
         device: a CUDA device.
+
+    `warm` is set when all shapes that shall come up have been captured: from then on a larger one stands in for a shape
+    that is missing, whatever that costs, and a capture is worth a warning.
     """
 
     kind: str
@@ -67,6 +73,8 @@ class ForwardGraphs(ABC, Generic[Shape, Buffers]):
         self.device = device
         self.failure: Exception | None = None
         self.num_captures = 0
+        self.num_late_captures = 0
+        self.warm = False
         self._graphs: OrderedDict[Shape, ForwardGraph[Buffers]] = OrderedDict()
         self._made_for: object = None
         self._tried: set[Hashable] = set()
@@ -79,21 +87,44 @@ class ForwardGraphs(ABC, Generic[Shape, Buffers]):
         """The most graphs that are kept."""
 
     @abstractmethod
+    def padded(self, exact: Shape) -> Shape:
+        """The shape that stands for all that are a little smaller."""
+
+    @abstractmethod
+    def holds(self, room: Shape, exact: Shape) -> bool:
+        """Whether a forward of these sizes can run in the shape `room`, whatever it costs."""
+
+    @abstractmethod
     def variant(self, shape: Shape) -> Hashable:
         """What of a shape decides which operations its forward consists of."""
 
     @abstractmethod
     def make_buffers(self, shape: Shape) -> Buffers:
-        """Buffers of a shape with nothing but padding in them."""
+        """Buffers of a shape, with nothing but padding in them."""
 
     @abstractmethod
-    def forward_over(self, buffers: Buffers) -> Callable[[], Tensor]:
+    def forward_over(self, shape: Shape, buffers: Buffers) -> Callable[[], Tensor | None]:
         """The forward that reads these buffers: what is captured."""
 
-    def find(self, shape: Shape) -> ForwardGraph[Buffers] | None:
+    @abstractmethod
+    def cost(self, shape: Shape) -> Any:
+        """What orders shapes by how much work they are."""
+
+    def find_padded(self, exact: Shape) -> ForwardGraph[Buffers] | None:
+        """The graph of a shape that holds a forward of these sizes: see `find`."""
+        shape = self.padded(exact)
+        if self.warm and shape not in self._graphs:
+            fitting = [room for room in self._graphs if self.holds(room, exact)]
+            shape = min(fitting, key=self.cost, default=shape)
+        return self.find(shape)
+
+    def find(self, shape: Shape, *, ahead: bool = False) -> ForwardGraph[Buffers] | None:
         """The graph of a padded shape, captured now if there is none yet.
 
         None when the forward cannot be captured; then the caller runs it itself, now and later.
+
+        Args:
+            ahead: nobody waits for it yet.
         """
         if self.failure is not None:
             return None
@@ -102,6 +133,7 @@ class ForwardGraphs(ABC, Generic[Shape, Buffers]):
             self._made_for = now
         found = self._graphs.get(shape)
         if found is None:
+            begun = time.perf_counter()
             try:
                 found = self._capture(shape)
             except Exception as error:  # whatever forbids it, the step itself must go on
@@ -109,6 +141,14 @@ class ForwardGraphs(ABC, Generic[Shape, Buffers]):
                 self.failure = error
                 self._drop(len(self._graphs))
                 return None
+            if self.warm and not ahead:
+                self.num_late_captures += 1
+                logger.warning(
+                    "captured while serving, in %.0f ms: %s %s",
+                    1000 * (time.perf_counter() - begun),
+                    self.kind,
+                    shape,
+                )
             self._drop(len(self._graphs) + 1 - self.max_graphs)
             self._graphs[shape] = found
         self._graphs.move_to_end(shape)
@@ -130,7 +170,7 @@ class ForwardGraphs(ABC, Generic[Shape, Buffers]):
     def _capture(self, shape: Shape) -> ForwardGraph[Buffers]:
         """Record the forward of a shape. All rows are padding meanwhile, so that no state is touched."""
         buffers = self.make_buffers(shape)
-        forward = self.forward_over(buffers)
+        forward = self.forward_over(shape, buffers)
         if self._stream is None:
             # One for all: what a capture has freed, the allocator gives to captures on the same stream alone.
             self._stream = torch.cuda.Stream(self.device)
@@ -154,46 +194,97 @@ class ForwardGraphs(ABC, Generic[Shape, Buffers]):
         return ForwardGraph(buffers, hidden, graph)
 
 
-class DecodeGraphs(ForwardGraphs[StepShape, StepBuffers]):
-    """Decode forwards.
+class TableGraphs(ForwardGraphs[Shape, None]):
+    """Graphs of what reads its sizes and places from the step's table, and leaves its results in the pools.
 
     Args:
-        forward: a decode forward, [N, hidden_size].
+        forward: runs a step of a shape.
+        clear: makes the table describe nothing but padding.
         generation, device: as in `ForwardGraphs`.
     """
 
-    kind = "decode"
-
     def __init__(
-        self, forward: Callable[[StepInputs], Tensor], generation: Callable[[], object], device: torch.device
+        self,
+        forward: Callable[[Shape], Any],
+        clear: Callable[[], None],
+        generation: Callable[[], object],
+        device: torch.device,
     ) -> None:
         super().__init__(generation, device)
         self.forward = forward
+        self.clear = clear
+
+    def make_buffers(self, shape: Shape) -> None:
+        self.clear()
+
+    def forward_over(self, shape: Shape, buffers: None) -> Callable[[], None]:
+        def run() -> None:
+            self.forward(shape)
+
+        return run
+
+
+class DecodeGraphs(TableGraphs[StepShape]):
+    """Decode forwards."""
+
+    kind = "decode"
 
     @property
     def max_graphs(self) -> int:
         return MAX_GRAPHS
 
+    def padded(self, exact: StepShape) -> StepShape:
+        return padded_shape(exact)
+
+    def holds(self, room: StepShape, exact: StepShape) -> bool:
+        return (
+            exact.num_rows <= room.num_rows
+            and exact.num_requests <= room.num_requests
+            and exact.depth <= room.depth
+            and exact.some_first <= room.some_first
+        )
+
+    def cost(self, shape: StepShape) -> Any:
+        return shape.num_rows, shape.depth, shape.some_first, shape.num_requests
+
     def variant(self, shape: StepShape) -> Hashable:
         return shape.depth, shape.some_first
 
-    def make_buffers(self, shape: StepShape) -> StepBuffers:
-        return StepBuffers(shape, self.device)
 
-    def forward_over(self, buffers: StepBuffers) -> Callable[[], Tensor]:
-        inputs = buffers.inputs()
-        return lambda: self.forward(inputs)
+class SelectionGraphs(TableGraphs[SelectionShape]):
+    """Selections, each from the hidden rows to the survivors in their places."""
 
-    def run(
-        self, requests: Sequence[ActiveRequest], token_table: Tensor, level_starts: Sequence[int]
-    ) -> Tensor | None:
-        """The hidden rows [N, hidden_size] of a step, which the next run overwrites; None: see `find`."""
-        found = self.find(padded_shape(StepShape.of(requests)))
-        if found is None:
-            return None
-        found.buffers.fill(requests, token_table, level_starts)
-        found.graph.replay()
-        return found.hidden[: sum(request.beams.width for request in requests)]
+    kind = "selection"
+
+    @property
+    def max_graphs(self) -> int:
+        return MAX_SELECTION_GRAPHS
+
+    def padded(self, exact: SelectionShape) -> SelectionShape:
+        return padded_selection(exact)
+
+    def holds(self, room: SelectionShape, exact: SelectionShape) -> bool:
+        return (
+            exact.num_rows <= room.num_rows
+            and exact.num_requests <= room.num_requests
+            and exact.num_out <= room.num_out
+            and self.variant(exact) == self.variant(room)
+            and exact.part == room.part
+        )
+
+    def cost(self, shape: SelectionShape) -> Any:
+        return shape.num_rows, shape.num_out, shape.num_requests
+
+    def variant(self, shape: SelectionShape) -> Hashable:
+        return shape.served, shape.level, shape.normalizer, shape.masks
+
+    def forget(self, kept: Collection[ServedCatalog]) -> None:
+        """Throw away the graphs over catalogues that are not among these."""
+        gone = [shape for shape in self._graphs if shape.served not in kept]
+        for shape in gone:
+            self._graphs.move_to_end(shape, last=False)
+        self._drop(len(gone))
+        self._tried = {variant for variant in self._tried if variant[0] in kept}  # type: ignore[index]
 
 
 class PrefillGraphs(ForwardGraphs[PrefillShape, PrefillBuffers]):
@@ -201,6 +292,7 @@ class PrefillGraphs(ForwardGraphs[PrefillShape, PrefillBuffers]):
 
     Args:
         forward: a prefill forward that answers for each prompt's last row, [B, hidden_size].
+        generation: changes whenever the place has changed where `forward` keeps its rows.
         prompts: the pool whose states and pages it writes.
         device: as in `ForwardGraphs`.
     """
@@ -208,9 +300,13 @@ class PrefillGraphs(ForwardGraphs[PrefillShape, PrefillBuffers]):
     kind = "prefill"
 
     def __init__(
-        self, forward: Callable[[PrefillInputs], Tensor], prompts: PromptPool, device: torch.device
+        self,
+        forward: Callable[[PrefillInputs], Tensor],
+        generation: Callable[[], object],
+        prompts: PromptPool,
+        device: torch.device,
     ) -> None:
-        super().__init__(lambda: prompts.generation, device)
+        super().__init__(lambda: (prompts.generation, generation()), device)
         self.forward = forward
         self.prompts = prompts
 
@@ -218,20 +314,33 @@ class PrefillGraphs(ForwardGraphs[PrefillShape, PrefillBuffers]):
     def max_graphs(self) -> int:
         return MAX_PREFILL_GRAPHS
 
+    def padded(self, exact: PrefillShape) -> PrefillShape:
+        return shape_for(self._graphs, exact)
+
+    def holds(self, room: PrefillShape, exact: PrefillShape) -> bool:
+        return fits(room, exact)
+
+    def cost(self, shape: PrefillShape) -> Any:
+        return shape.num_tokens, not shape.rectangle, shape.goes_on
+
     def variant(self, shape: PrefillShape) -> Hashable:
         return shape.num_prompts, shape.rectangle, shape.goes_on
 
     def make_buffers(self, shape: PrefillShape) -> PrefillBuffers:
         return PrefillBuffers(shape, self.prompts, self.device)
 
-    def forward_over(self, buffers: PrefillBuffers) -> Callable[[], Tensor]:
+    def forward_over(self, shape: PrefillShape, buffers: PrefillBuffers) -> Callable[[], Tensor]:
         inputs = buffers.inputs()
         return lambda: self.forward(inputs)
 
     def run(self, chunks: Sequence[PrefillChunk]) -> Tensor | None:
-        """The last hidden row of each chunk [B, hidden_size], which the next run overwrites; None: see `find`."""
-        found = self.find(shape_for(self._graphs, exact_shape(chunks)))
-        if found is None:
+        """The last hidden row of each chunk [B, hidden_size], which the next run overwrites; None: see `find`.
+
+        A forward reads the pool's tables as they are on the device, where what has changed in them is brought first.
+        """
+        self.prompts.flush()
+        found = self.find_padded(exact_shape(chunks))
+        if found is None or found.hidden is None:
             return None
         found.buffers.fill(chunks)
         found.graph.replay()
@@ -252,10 +361,21 @@ def waiting_is_an_error() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
+def padded_rows(rows: int) -> int:
+    """Rows that a forward of so many is padded to: an eighth more of them at most, or the next 16."""
+    step = max(16, (1 << (rows - 1).bit_length()) // 8)
+    return -(-rows // step) * step
+
+
 def padded_shape(shape: StepShape) -> StepShape:
     """The shape that stands for all with a few rows, requests or ancestors less."""
-    rows = shape.num_rows
-    step = max(16, (1 << (rows - 1).bit_length()) // 8)
     depth = shape.depth if shape.depth <= EXACT_DEPTH else -(-shape.depth // 8) * 8
     requests = 1 << (shape.num_requests - 1).bit_length()
-    return StepShape(-(-rows // step) * step, requests, depth, shape.some_first)
+    return StepShape(padded_rows(shape.num_rows), requests, depth, shape.some_first)
+
+
+def padded_selection(shape: SelectionShape) -> SelectionShape:
+    """The shape that stands for all with a few rows, requests or survivors less."""
+    requests = 1 << (shape.num_requests - 1).bit_length()
+    rows = requests if shape.level == 0 else padded_rows(shape.num_rows)
+    return replace(shape, num_requests=requests, num_rows=rows, num_out=padded_rows(shape.num_out))

@@ -1,27 +1,29 @@
-"""Packs what the requests of a step hold into the tensors of one forward, with room for padding behind them."""
+"""What the host knows of a step's requests, in one table that goes to the device in one piece."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from onela.decoding import Selection
 from onela.engine.active import ActiveRequest
-from onela.ops.indexing import to_device
-from onela.state import StepInputs
+from onela.engine.served import ServedCatalog
 
-# What the host knows of every row, side by side in one buffer that goes to the device in one piece.
-ROWS, SLOTS, ROW_PROMPTS, ROW_DEPTHS, POSITIONS, TOKEN_STARTS, FIRST_ROWS, NUM_FIELDS = range(8)
-NO_PARENT = -(1 << 30)
-"""Added to a parent's number where the parent is the prompt: the sum is negative, whatever the number."""
+# Lines of the part of a decode forward, and of a selection's.
+CU_ROWS, FIRST_ROWS, FIRST_SLOTS, PROMPTS, DEPTHS, LENGTHS, TOKEN_STARTS = range(7)
+CU_OUT, HIDDEN_STARTS, MASK_ROWS = 3, 4, 5
+NUM_LINES = 7
+# Beside a selection of every level: those of a second catalogue, or of requests that normalise otherwise.
+MORE_SELECTIONS = 4
 
 
 @dataclass(frozen=True)
 class StepShape:
-    """Sizes of a decode step, padding included.
+    """Sizes of a decode forward, padding included.
 
     Attributes:
         num_rows: N. num_requests: B. depth: columns of the ancestors.
@@ -36,113 +38,136 @@ class StepShape:
     @classmethod
     def of(cls, requests: Sequence[ActiveRequest]) -> StepShape:
         """The exact sizes of these requests' step."""
-        depths = [request.tree.depth for request in requests]
-        rows = sum(request.beams.width for request in requests)
-        return cls(rows, len(requests), max(depths), min(depths) == 0)
+        depths = [request.depth for request in requests]
+        return cls(sum(request.width for request in requests), len(requests), max(depths), min(depths) == 0)
 
 
-class StepBuffers:
-    """The tensors of a step of one shape. Fresh ones are all padding.
+@dataclass(frozen=True)
+class SelectionShape:
+    """Which selection it is, and its sizes, padding included.
 
-    Args:
-        shape: their sizes. device: where they live.
+    Attributes:
+        served: whose trie and masks. level: which is chosen. normalizer: of the scores.
+        part: the part of the table that describes it. masks: where the masks lie (address and rows); None: nobody has
+            one.
+        num_requests: B. num_rows: N, beams before. num_out: M, places for survivors.
     """
 
-    def __init__(self, shape: StepShape, device: torch.device) -> None:
-        self.shape = shape
-        N, B = shape.num_rows, shape.num_requests
-        # Every part begins at a multiple of 16 bytes: kernels are compiled for that once.
-        self.stride = _aligned(N)
-        self.bounds = NUM_FIELDS * self.stride
-        self.places = self.bounds + _aligned(B + 1)
-        self.depths = self.places + _aligned(B)
-        self.size = self.depths + _aligned(B)
-        self.flat = to_device(self.host([], pin=False), device)
-        self.token_ids = torch.zeros(N, dtype=torch.int32, device=device)
-        self.parent_rows = torch.full((N,), -1, dtype=torch.int32, device=device)
-        self.ancestors = torch.full((N, shape.depth), -1, dtype=torch.int32, device=device)
+    served: ServedCatalog
+    level: int
+    normalizer: str
+    part: int
+    masks: tuple[int, int] | None
+    num_requests: int
+    num_rows: int
+    num_out: int
 
-    def inputs(self) -> StepInputs:
-        """The step that these buffers describe; the same tensors every time."""
-        N, B = self.shape.num_rows, self.shape.num_requests
-        fields = [self.flat[i * self.stride : i * self.stride + N] for i in range(NUM_FIELDS)]
-        return StepInputs(
-            token_ids=self.token_ids,
-            positions=fields[POSITIONS],
-            slots=fields[SLOTS],
-            ancestors=self.ancestors,
-            cu_rows=self.flat[self.bounds : self.bounds + B + 1],
-            prompts=self.flat[self.places : self.places + B],
-            depths=self.flat[self.depths : self.depths + B],
-            rows=fields[ROWS],
-            parent_rows=self.parent_rows,
-            row_prompts=fields[ROW_PROMPTS],
-            row_depths=fields[ROW_DEPTHS],
-            some_first=self.shape.some_first,
-        )
 
-    def host(
-        self, requests: Sequence[ActiveRequest], level_starts: Sequence[int] = (), *, pin: bool
-    ) -> Tensor:
-        """All that the host knows of a step of these requests, as it lies in `flat`."""
-        host = torch.empty(self.size, dtype=torch.int32, pin_memory=pin)
-        numbers = host.numpy()
-        fields = numbers[: self.bounds].reshape(NUM_FIELDS, self.stride)
-        fields[:ROW_DEPTHS] = -1
-        fields[ROW_DEPTHS:] = 0
-        numbers[self.places : self.depths] = -1
-        numbers[self.depths :] = 0
-        row = 0
-        for i, request in enumerate(requests):
-            assert request.prompt is not None, "a scheduled request holds a place in the prompt pool"
-            width, depth = request.beams.width, request.tree.depth
-            rows = slice(row, row + width)
-            fields[ROWS, rows] = np.arange(request.first_row, request.first_row + width)
-            fields[SLOTS, rows] = np.arange(width) + request.step_start
-            fields[ROW_PROMPTS, rows] = request.prompt.index
-            fields[ROW_DEPTHS, rows] = depth
-            fields[POSITIONS, rows] = request.prompt.num_tokens + depth
-            fields[TOKEN_STARTS, rows] = level_starts[request.level - 1]
-            fields[FIRST_ROWS, rows] = request.first_row if depth else NO_PARENT
-            numbers[self.bounds + i] = row
-            numbers[self.places + i] = request.prompt.index
-            numbers[self.depths + i] = depth
-            row += width
-        numbers[self.bounds + len(requests) : self.places] = row
-        return host
+class StepTable:
+    """The table of one step, always in the same place on the device.
+
+    Args:
+        num_levels: of a SID. max_requests: of a step, to begin with. device: where it lives.
+    """
+
+    def __init__(self, num_levels: int, max_requests: int, device: torch.device) -> None:
+        self.num_levels = num_levels
+        self.device = device
+        self.generation = 0
+        self.max_requests = max_requests
+        self.num_parts = 1 + num_levels + MORE_SELECTIONS
+        self._make()
+
+    def _make(self) -> None:
+        # Every line begins at a multiple of 16 bytes: kernels are compiled for that once.
+        self.stride = -(-(self.max_requests + 1) // 4) * 4
+        self.blank = self._host([], [])
+        self.flat = self.blank.to(self.device)
+        self.blank_flat = self.flat.clone()
+
+    def reserve(self, num_requests: int, num_parts: int) -> None:
+        """Make room for so many requests in a step, and so many parts."""
+        if num_requests <= self.max_requests and num_parts <= self.num_parts:
+            return
+        self.max_requests = max(self.max_requests, 1 << (num_requests - 1).bit_length())
+        self.num_parts = max(self.num_parts, num_parts)
+        self.generation += 1
+        self._make()
+
+    def clear(self) -> None:
+        """Describe a step of nothing but padding."""
+        self.flat.copy_(self.blank_flat)
 
     def fill(
-        self, requests: Sequence[ActiveRequest], token_table: Tensor, level_starts: Sequence[int]
+        self,
+        decode: Sequence[ActiveRequest],
+        token_starts: Sequence[int],
+        selections: Sequence[tuple[SelectionShape, Sequence[ActiveRequest]]],
     ) -> None:
-        """Describe a step of these requests. Nobody waits for the device.
+        """Describe a step. Nobody waits for the device.
 
         Args:
-            requests: as many as fit into the shape.
-            token_table: the tokens of all levels, in code order, level after level. level_starts: where each begins.
+            decode: requests of the decode forward. token_starts: of each, where the tokens of its last level begin.
+            selections: who chooses, in which part of the table.
         """
-        self.flat.copy_(self.host(requests, level_starts, pin=self.flat.is_cuda), non_blocking=True)
-        if not requests:
-            return
-        N = sum(request.beams.width for request in requests)
-        fields = self.flat[: self.bounds].view(NUM_FIELDS, self.stride)[:, :N]
-        dead = torch.cat([request.beams.trie_nodes for request in requests]) < 0
-        fields[:ROW_DEPTHS].masked_fill_(dead, -1)
-        last = torch.cat([request.beams.codes[:, -1] for request in requests]).clamp_(min=0)
-        self.token_ids[:N] = token_table.index_select(0, last + fields[TOKEN_STARTS])
-        parents = torch.cat([request.beams.parent_beams for request in requests])
-        known = (parents + fields[FIRST_ROWS]).clamp_(min=-1)
-        self.parent_rows.fill_(-1)
-        self.parent_rows[:N] = known.masked_fill_((parents < 0) | dead, -1)
-        if not self.shape.depth:
-            return
-        self.ancestors.fill_(-1)
-        row = 0
-        for request in requests:
-            width, depth = request.beams.width, request.tree.depth
-            if depth:
-                self.ancestors[row : row + width, :depth] = request.tree.ancestors
-            row += width
+        host = self._host(decode, token_starts)
+        parts = host.numpy()
+        for shape, requests in selections:
+            part, n = parts[shape.part], len(requests)
+            for line, values in (
+                (CU_ROWS, accumulate((r.width for r in requests), initial=0)),
+                (CU_OUT, accumulate((r.widths[r.level] for r in requests), initial=0)),
+            ):
+                part[line, : n + 1] = list(values)
+                part[line, n + 1 :] = part[line, n]
+            part[FIRST_ROWS, :n] = [r.first_row for r in requests]
+            part[HIDDEN_STARTS, :n] = [r.hidden_row for r in requests]
+            # After the last step nobody asks for ancestors.
+            part[FIRST_SLOTS, :n] = [r.step_start if r.level and not r.in_last_step else -1 for r in requests]
+            part[MASK_ROWS, :n] = [-1 if r.mask_row is None else r.mask_row for r in requests]
+        self.flat.copy_(host, non_blocking=True)
 
+    def _host(self, decode: Sequence[ActiveRequest], token_starts: Sequence[int]) -> Tensor:
+        """A table on the host, with the part of the decode forward filled in and all others padding."""
+        host = torch.empty(
+            self.num_parts, NUM_LINES, self.stride, dtype=torch.int32, pin_memory=self.device.type == "cuda"
+        )
+        numbers = host.numpy()
+        numbers[:] = 0
+        part, n = numbers[0], len(decode)
+        part[PROMPTS] = -1
+        numbers[1:, MASK_ROWS] = -1
+        if not decode:
+            return host
+        part[CU_ROWS, : n + 1] = list(accumulate((r.width for r in decode), initial=0))
+        part[CU_ROWS, n + 1 :] = part[CU_ROWS, n]
+        prompts = [r.prompt for r in decode]
+        part[FIRST_ROWS, :n] = [r.first_row for r in decode]
+        part[FIRST_SLOTS, :n] = [r.step_start for r in decode]
+        part[PROMPTS, :n] = [-1 if prompt is None else prompt.index for prompt in prompts]
+        part[DEPTHS, :n] = [r.depth for r in decode]
+        part[LENGTHS, :n] = [0 if prompt is None else prompt.num_tokens for prompt in prompts]
+        part[TOKEN_STARTS, :n] = token_starts
+        return host
 
-def _aligned(size: int) -> int:
-    return -(-size // 4) * 4
+    def forward(self, num_requests: int) -> dict[str, Tensor]:
+        """The decode forward's part, as `pack_step` takes it."""
+        part = self.flat[0]
+        names = ("first_rows", "first_slots", "prompts", "depths", "lengths", "token_starts")
+        lines = {name: part[line, :num_requests] for line, name in enumerate(names, FIRST_ROWS)}
+        return {"cu_rows": part[CU_ROWS, : num_requests + 1], **lines}
+
+    def selection(self, shape: SelectionShape) -> Selection:
+        """A selection's part."""
+        part, B = self.flat[shape.part], shape.num_requests
+        return Selection(
+            level=shape.level,
+            num_rows=shape.num_rows,
+            num_out=shape.num_out,
+            cu_rows=part[CU_ROWS, : B + 1],
+            cu_out=part[CU_OUT, : B + 1],
+            first_rows=part[FIRST_ROWS, :B],
+            hidden_starts=part[HIDDEN_STARTS, :B],
+            first_slots=part[FIRST_SLOTS, :B],
+            mask_rows=part[MASK_ROWS, :B],
+        )

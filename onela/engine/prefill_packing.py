@@ -62,9 +62,9 @@ def padded_prefill_shape(shape: PrefillShape, *, tight: bool = False) -> Prefill
     return PrefillShape(T, B, longest, shape.goes_on)
 
 
-def holds(room: PrefillShape, shape: PrefillShape) -> bool:
-    """Whether a forward of the exact sizes `shape` can run in the padded shape `room`, at little cost."""
-    if not shape.num_tokens <= room.num_tokens <= max(shape.num_tokens * 9 // 8, shape.num_tokens + SLACK):
+def fits(room: PrefillShape, shape: PrefillShape) -> bool:
+    """Whether a forward of the exact sizes `shape` can run in the padded shape `room`."""
+    if shape.num_tokens > room.num_tokens:
         return False
     if room.rectangle:
         alike = shape.num_prompts == room.num_prompts and not shape.goes_on
@@ -73,6 +73,12 @@ def holds(room: PrefillShape, shape: PrefillShape) -> bool:
     if shape.num_prompts > room.num_prompts or max(shape.longest, padding) > room.longest:
         return False
     return room.goes_on or not shape.goes_on
+
+
+def holds(room: PrefillShape, shape: PrefillShape) -> bool:
+    """Whether it can at little cost."""
+    ample = max(shape.num_tokens * 9 // 8, shape.num_tokens + SLACK)
+    return room.num_tokens <= ample and fits(room, shape)
 
 
 def stand_in(captured: Iterable[PrefillShape], shape: PrefillShape) -> PrefillShape | None:

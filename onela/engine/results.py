@@ -6,12 +6,13 @@ import contextlib
 import gc
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from onela.decoding import HostBeams
 from onela.engine.active import ActiveRequest
 from onela.engine.request import FinishReason, RecommendedItem, Result, Timings, Usage
 from onela.items import SidVocabulary
@@ -19,68 +20,27 @@ from onela.items import SidVocabulary
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class HostBeams:
-    """A finished request's beams on the host.
-
-    Attributes:
-        scores: [W] fp32. leaves: [W] int64, trie nodes. codes: [W, length] int32.
-        paths: [W, length] fp32 scores after each code, if the request asks for them.
-        invalid: whether the model produced something that cannot be ranked.
-    """
-
-    scores: np.ndarray
-    leaves: np.ndarray
-    codes: np.ndarray
-    paths: np.ndarray | None
-    invalid: bool
-
-
 class Fetch:
-    """The beams of finished requests on their way to the host, all in one copy that nobody waits for.
+    """The beams of finished requests on their way to the host, which nobody waits for.
 
     Args:
         requests: finished ones. `read` may be called when the device has got to the end of what it was given before.
     """
 
     def __init__(self, requests: Sequence[ActiveRequest]) -> None:
-        # The 64-bit parts come first, so that their views are aligned.
-        parts = [request.beams.trie_nodes.view(torch.int32) for request in requests]
-        self._shapes = []
+        self._requests = requests
+        self._rows: list[Tensor] = []
         for request in requests:
-            beams, paths = request.beams, request.path_scores
-            parts += [beams.cum_logprobs.view(torch.int32), beams.codes.flatten()]
-            if paths is not None:
-                parts.append(paths.flatten().view(torch.int32))
-            invalid = request.invalid
-            parts.append(torch.zeros_like(parts[0][:1]) if invalid is None else invalid.to(torch.int32)[None])
-            self._shapes.append((beams.width, beams.codes.shape[1], paths is not None))
-        self._flat = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int32)
-        if self._flat.is_cuda:
-            host = torch.empty(self._flat.shape, dtype=torch.int32, pin_memory=True)
-            self._flat = host.copy_(self._flat, non_blocking=True)
+            rows = request.pool.rows[request.first_row : request.first_row + request.width]
+            host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=rows.is_cuda)
+            self._rows.append(host.copy_(rows, non_blocking=True))
 
     def read(self) -> list[HostBeams]:
         """The beams of each request."""
-        flat = self._flat.numpy()
-        leaf, at = 0, 2 * sum(width for width, _, _ in self._shapes)
-        found = []
-        for width, length, has_paths in self._shapes:
-            leaves = flat[leaf : leaf + 2 * width].view(np.int64)
-            leaf += 2 * width
-            sizes = [width, width * length, width * length if has_paths else 0, 1]
-            scores, codes, paths, invalid = np.split(flat[at : at + sum(sizes)], np.cumsum(sizes)[:-1])
-            at += sum(sizes)
-            found.append(
-                HostBeams(
-                    scores.view(np.float32),
-                    leaves,
-                    codes.reshape(width, length),
-                    paths.view(np.float32).reshape(width, length) if has_paths else None,
-                    bool(invalid[0]),
-                )
-            )
-        return found
+        return [
+            HostBeams.of(rows.numpy(), request.level, request.pool.num_levels)
+            for request, rows in zip(self._requests, self._rows)
+        ]
 
 
 @contextlib.contextmanager
@@ -114,7 +74,7 @@ def make_result(request: ActiveRequest, beams: HostBeams, vocabulary: SidVocabul
     sids = _tuples([vocabulary.codes(level, codes[order, level]) for level in range(length)])
     tokens = _tuples([vocabulary.token_ids(level, codes[order, level]) for level in range(length)])
     logprobs: list[Any] = [None] * len(order)
-    if paths is not None:
+    if request.request.logprobs:
         logprobs = _tuples(list(np.diff(paths[order], axis=1, prepend=np.float32(0)).T))
     item_ids: list[tuple[int | str, ...]] = [()] * len(order)
     titles: list[tuple[str | None, ...]] = [()] * len(order)

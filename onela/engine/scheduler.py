@@ -16,6 +16,9 @@ from onela.state import PromptPool, PromptState, Records
 from onela.state.allocator import ExtentAllocator
 from onela.state.records import spare_needed
 
+MAX_PREFILL_PROMPTS = 16
+"""Prompts of one prefill forward: more of them cost as much as in two, and a captured forward has room for so many."""
+
 
 @dataclass(frozen=True)
 class PrefillChunk:
@@ -161,15 +164,15 @@ class Scheduler:
         for request in self.running:
             if request.in_prefill or request.finished:
                 continue
-            rows += request.beams.width
+            rows += request.width
             if not batch.decode or rows <= self.config.max_batch_rows:
                 batch.decode.append(request)
         allowed = self._prefill_budget(batch)
         budget = allowed
         for request in self.running:
-            if budget and request.in_prefill:
+            if budget and request.in_prefill and len(batch.prefill) < MAX_PREFILL_PROMPTS:
                 budget = self._take_chunk(batch, request, budget)
-        while admit and budget and self.waiting:
+        while admit and budget and self.waiting and len(batch.prefill) < MAX_PREFILL_PROMPTS:
             request = self._next()
             if batch.prefill and budget < self._new_tokens(request) <= self.config.max_batch_tokens:
                 break  # the next step has room for all of it: two pieces cost more than one
@@ -182,7 +185,7 @@ class Scheduler:
                 continue
             budget = self._take_chunk(batch, request, budget)
         self.scheduled_tokens = allowed - budget
-        self.scheduled_rows = sum(request.beams.width for request in batch.decode)
+        self.scheduled_rows = sum(request.width for request in batch.decode)
         return batch
 
     def keep(self, batch: Batch) -> None:

@@ -10,14 +10,15 @@ from typing import Any
 import torch
 
 from onela.config import EngineConfig
-from onela.engine.graphs import ForwardGraphs, Shape, padded_shape
-from onela.engine.packing import StepShape
-from onela.engine.prefill_packing import FEW_PROMPTS, LONG, SMALLEST, buckets_up_to
-from onela.engine.runner import Runner
+from onela.engine.graphs import ForwardGraphs, Shape, padded_rows, padded_selection, padded_shape
+from onela.engine.packing import SelectionShape, StepShape
+from onela.engine.prefill_packing import LONG, SMALLEST, buckets_up_to
+from onela.engine.runner import MAX_REQUESTS, Runner
+from onela.engine.scheduler import MAX_PREFILL_PROMPTS
+from onela.engine.served import ServedCatalog
 from onela.ops.prefill_tables import PrefillShape
 
 logger = logging.getLogger(__name__)
-SOME_PROMPTS = 4 * FEW_PROMPTS
 
 
 def prefill_shapes(config: EngineConfig) -> Iterator[PrefillShape]:
@@ -32,17 +33,38 @@ def prefill_shapes(config: EngineConfig) -> Iterator[PrefillShape]:
     for T in reversed(buckets_up_to(limit)):
         if T >= LONG:
             yield PrefillShape(T, 1, T, rectangle=True)
-        yield PrefillShape(T, SOME_PROMPTS, T, goes_on=config.prompt_cache_bytes > 0)
+        yield PrefillShape(T, MAX_PREFILL_PROMPTS, T, goes_on=config.prompt_cache_bytes > 0)
 
 
 def decode_shapes(config: EngineConfig, num_levels: int) -> list[StepShape]:
-    """The shapes of steps of up to `warm_up_requests` requests of `warm_up_beams` beams at every mix of depths."""
+    """Shapes that hold the steps of up to `warm_up_requests` requests of `warm_up_beams` beams at any mix of depths."""
     shapes: dict[StepShape, None] = {}
     for count in range(config.warm_up_requests, 0, -1):
         for depth in range(num_levels - 1):
             for some_first in (True, False) if depth else (True,):
                 rows = count * config.warm_up_beams
-                shapes[padded_shape(StepShape(rows, count, depth, some_first))] = None
+                shapes[padded_shape(StepShape(rows, config.warm_up_requests, depth, some_first))] = None
+    return list(shapes)
+
+
+def selection_shapes(config: EngineConfig, num_levels: int, served: ServedCatalog) -> list[SelectionShape]:
+    """The shapes of selections of as many requests, over one catalogue."""
+    shapes: dict[SelectionShape, None] = {}
+    for count in range(config.warm_up_requests, 0, -1):
+        for level in range(num_levels):
+            beams = count * config.warm_up_beams
+            rows = beams if level else count
+            shape = SelectionShape(
+                served,
+                level,
+                "level",
+                1 + level,
+                None,
+                config.warm_up_requests if level else count,
+                rows,
+                beams,
+            )
+            shapes[padded_selection(shape)] = None
     return list(shapes)
 
 
@@ -50,11 +72,11 @@ def capture(graphs: ForwardGraphs[Shape, Any] | None, shapes: Sequence[Shape]) -
     """Capture these shapes, as many as are kept at a time. Returns how many could be."""
     if graphs is None:
         return 0
-    return sum(graphs.find(shape) is not None for shape in shapes[: graphs.max_graphs])
+    return sum(graphs.find(shape, ahead=True) is not None for shape in shapes[: graphs.max_graphs])
 
 
 @torch.inference_mode()
-def warm_up(runner: Runner, config: EngineConfig, num_levels: int) -> float:
+def warm_up(runner: Runner, config: EngineConfig, num_levels: int, served: ServedCatalog) -> float:
     """Make room for what the options name, and capture its forwards. Returns the seconds it took.
 
     A graph is worthless once a pool has been replaced by a larger one, so the pools get their room first: all that
@@ -74,8 +96,13 @@ def warm_up(runner: Runner, config: EngineConfig, num_levels: int) -> float:
     if num_levels > 1:
         records.pool.reserve(config.max_slots or 2 * beams * (num_levels - 1))
         state.backend.reserve(2 * beams, num_levels - 1)
+        runner.beams.reserve(2 * (config.max_prompts or count) * config.warm_up_beams)
+        runner.beam_hidden.reserve(padded_rows(2 * beams))
+    runner.prompt_hidden.reserve(4 * MAX_REQUESTS)
+    prompts.flush()
     captured = capture(runner.prefill_graphs, list(prefill_shapes(config)))
     captured += capture(runner.graphs, decode_shapes(config, num_levels))
+    captured += capture(runner.selection_graphs, selection_shapes(config, num_levels, served))
     taken = time.perf_counter() - start
     logger.info("warmed up in %.1f s: %d forwards captured", taken, captured)
     return taken

@@ -100,6 +100,11 @@ class EngineCollector(Collector):
             "onela_graph_captures", "Forwards captured as CUDA graphs.", engine.runner.num_captures
         )
         yield _counter(
+            "onela_late_graph_captures",
+            "Those that requests had to wait for, after a warm start.",
+            engine.runner.num_late_captures,
+        )
+        yield _counter(
             "onela_device_wait_seconds", "Seconds that the engine waited for the device.", engine.waited_s
         )
         state = prompts.nbytes + engine.state.records.nbytes + engine.state.backend.nbytes

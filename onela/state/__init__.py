@@ -1,4 +1,4 @@
-"""What is held for prompts and beams: prompt states, records, the ancestry index, and the backends over them."""
+"""What is held for prompts and beams: prompt states, records, and the backends over them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from onela.state.geometry import AttentionGeometry, GatedDeltaGeometry, LayerGeo
 from onela.state.inputs import PrefillInputs, StepInputs
 from onela.state.prompt import PromptPool, PromptState
 from onela.state.records import Records
-from onela.state.tree import BeamTree
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,6 @@ __all__ = [
     "REPLAYING",
     "AttentionGeometry",
     "BackendName",
-    "BeamTree",
     "DecodeState",
     "GatedDeltaGeometry",
     "GatedDeltaWeights",

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from onela.errors import CapacityError
 from onela.ops.gated_delta import split_state
-from onela.ops.indexing import device_tensor
 from onela.state.allocator import ExtentAllocator, PageAllocator
 from onela.state.geometry import AttentionGeometry, GatedDeltaGeometry, LayerGeometry
 from onela.state.pools import GrowingTensors, grown_capacity
@@ -86,8 +86,11 @@ class PromptPool:
         self.page_tensors = GrowingTensors(per_page, device, limit=max_pages)
         self._views: dict[int, dict[str, list[Tensor]]] = {}
         self._views_made_for: object = None
-        self.page_table = torch.full((0, 0), -1, dtype=torch.int32, device=device)
-        self.lengths = torch.zeros(0, dtype=torch.int32, device=device)
+        # What the host knows of every place; on a CPU that is all there is, a GPU has a copy.
+        self._host_table = torch.full((0, 0), -1, dtype=torch.int32)
+        self._host_lengths = torch.zeros(0, dtype=torch.int32)
+        self._table, self._lengths = self._host_table.to(device), self._host_lengths.to(device)
+        self._changed: tuple[int, int] | None = None
 
     def pages_needed(self, num_tokens: int) -> int:
         """Pages that a prompt of this length takes."""
@@ -120,12 +123,13 @@ class PromptPool:
             self.prompt_tensors.reserve(self.places.end)
             self.page_tensors.reserve(self.pages.end)
             self.reserve_table(self.places.end, needed)
-            self.page_table[index].fill_(-1)
-            self.page_table[index, :needed] = device_tensor(pages, torch.int32, self.device)
         except BaseException:  # no memory: place and pages are as free as before
             self.places.free(index, 1)
             self.pages.free(pages)
             raise
+        row = self._host_table.numpy()[index]
+        row[:needed] = pages
+        row[needed:] = -1
         self._note_length(index, 0)
         return PromptState(index=index, pages=pages, max_tokens=num_tokens)
 
@@ -144,8 +148,34 @@ class PromptPool:
         self._note_length(prompt.index, prompt.num_tokens)
 
     def _note_length(self, index: int, num_tokens: int) -> None:
-        # Not `lengths[index] = num_tokens`, which copies from the host and waits for all that the device has to do.
-        self.lengths[index].fill_(num_tokens)
+        self._host_lengths.numpy()[index] = num_tokens
+        first, end = self._changed or (index, index)
+        self._changed = min(first, index), max(end, index + 1)
+
+    @property
+    def page_table(self) -> Tensor:
+        """[num_prompts, most pages] int32 on the device: the pages of each place, in order; PAD behind them."""
+        self.flush()
+        return self._table
+
+    @property
+    def lengths(self) -> Tensor:
+        """[num_prompts] int32 on the device: tokens that each place holds."""
+        self.flush()
+        return self._lengths
+
+    def flush(self) -> None:
+        """Tell the device what has changed in the tables since the last call; a graph that reads them needs it.
+
+        Nobody waits, and what was handed to the device before still sees what it saw.
+        """
+        if self._changed is None:
+            return
+        rows = slice(*self._changed)
+        self._changed = None
+        if self.device.type == "cuda":
+            self._table[rows].copy_(self._host_table[rows].pin_memory(), non_blocking=True)
+            self._lengths[rows].copy_(self._host_lengths[rows].pin_memory(), non_blocking=True)
 
     def snapshot(self, prompt: PromptState) -> dict[str, Tensor]:
         """A copy of what a prompt holds beside its pages: recurrent states and convolution tails as they are now.
@@ -184,13 +214,13 @@ class PromptPool:
         for name, tensor in self.page_tensors.tensors.items():
             tensor[index] = contents[name].to(self.device)
 
-    @property
+    @cached_property
     def page_nbytes(self) -> int:
         """Bytes of one page, in all layers."""
         shapes = self.page_tensors.shapes.values()
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
 
-    @property
+    @cached_property
     def snapshot_nbytes(self) -> int:
         """Bytes of one snapshot."""
         shapes = self.prompt_tensors.shapes.values()
@@ -211,8 +241,8 @@ class PromptPool:
         return (
             self.prompt_tensors.generation,
             self.page_tensors.generation,
-            self.page_table.data_ptr(),
-            *self.page_table.shape,
+            self._table.data_ptr(),
+            *self._table.shape,
         )
 
     def cache(self, index: int) -> tuple[Tensor, Tensor]:
@@ -223,25 +253,21 @@ class PromptPool:
     def nbytes(self) -> int:
         """Bytes allocated."""
         return (
-            self.prompt_tensors.nbytes
-            + self.page_tensors.nbytes
-            + self.page_table.nbytes
-            + self.lengths.nbytes
+            self.prompt_tensors.nbytes + self.page_tensors.nbytes + self._table.nbytes + self._lengths.nbytes
         )
 
     def reserve_table(self, num_prompts: int, num_pages: int) -> None:
         """Make room for this many prompts of this many pages each in the page table."""
-        rows, columns = self.page_table.shape
+        rows, columns = self._host_table.shape
         if num_prompts <= rows and num_pages <= columns:
             return
         # As the pools grow, and by steps of pages: whoever holds a pointer is told rarely.
         if num_prompts > rows:
             num_prompts = grown_capacity(num_prompts, rows, self.places.limit)
         num_pages = -(-num_pages // TABLE_STEP) * TABLE_STEP
-        grown = torch.full(
-            (max(rows, num_prompts), max(columns, num_pages)), -1, dtype=torch.int32, device=self.device
-        )
-        grown[:rows, :columns] = self.page_table
-        lengths = torch.zeros(grown.shape[0], dtype=torch.int32, device=self.device)
-        lengths[:rows] = self.lengths
-        self.page_table, self.lengths = grown, lengths
+        grown = torch.full((max(rows, num_prompts), max(columns, num_pages)), -1, dtype=torch.int32)
+        grown[:rows, :columns] = self._host_table
+        lengths = torch.zeros(grown.shape[0], dtype=torch.int32)
+        lengths[:rows] = self._host_lengths
+        self._table, self._lengths = grown.to(self.device), lengths.to(self.device)
+        self._host_table, self._host_lengths = grown, lengths

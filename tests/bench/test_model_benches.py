@@ -17,7 +17,6 @@ from bench.decode import parse_shape
 from bench.report import format_value
 from onela.bench.decode import part_of
 from onela.bench.operator import step_inputs, tree
-from onela.state import BeamTree
 
 TINY = ["--device", "cpu", "--tiny"]
 
@@ -107,21 +106,21 @@ def test_the_fp32_gate_has_a_line_per_arm(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 @pytest.mark.parametrize("kind", ["random", "chain"])
 def test_the_crossovers_trees_are_beam_trees(kind: str) -> None:
-    """The same parents through `BeamTree.advance`, the slots of a request apart."""
+    """The same parents, step by step as the index is defined, the slots of a request apart."""
     R, W, depth, cpu = 2, 5, 4, torch.device("cpu")
     last, _ = tree(R, W, depth, kind, cpu)
     assert len(set(last[:W].flatten().tolist()) & set(last[W:].flatten().tolist())) == 0
     for t in range(1, depth + 1):
         ancestors, parents = tree(R, W, t, kind, cpu)
         generator = torch.Generator().manual_seed(t)
-        own = BeamTree.root(R * W, cpu)
+        own = torch.empty(R * W, 0, dtype=torch.int32)
         for step in range(t):
             chosen = torch.arange(R * W)
             if kind == "random":
                 drawn = torch.randint(W, (R, W), generator=generator).sort(-1).values
                 chosen = (drawn + torch.tensor([[0], [W]])).flatten()
-            own = own.advance(chosen, step * R * W)
-        assert torch.equal(own.ancestors, ancestors)
+            own = torch.cat([own[chosen], (chosen + step * R * W)[:, None].int()], dim=1)
+        assert torch.equal(own, ancestors)
         assert torch.equal(chosen, parents)
     inputs = step_inputs(R, W, 0, 10, kind, cpu)
     assert inputs.parent_rows.tolist() == [-1] * (R * W)

@@ -11,6 +11,7 @@ import torch
 
 import onela
 from onela import BeamParams, Engine, Request
+from onela.engine.scheduler import Batch
 from tests.engine.fake_model import alone, answer, check_nothing_is_held, fake_engine
 from tests.engine.helpers import (
     Scorer,
@@ -185,13 +186,13 @@ def test_requests_of_different_depths_share_a_forward(mild: Engine) -> None:
         mild.model, mild.vocabulary, mild.catalog, config=onela.EngineConfig(max_batch_tokens=10)
     )
     depths: list[set[int]] = []
-    run = staggered.runner.decode
+    run = staggered.runner.run
 
-    def decode(active: Any) -> Any:
-        depths.append({request.tree.depth for request in active})
-        return run(active)
+    def watched(batch: Batch) -> None:
+        depths.append({request.depth for request in batch.decode})
+        run(batch)
 
-    staggered.runner.decode = decode  # type: ignore[method-assign]
+    staggered.runner.run = watched  # type: ignore[method-assign]
     results = staggered.generate(requests, params)
     assert any(len(step) > 1 for step in depths), "no forward held requests of different depths"
     for a, b in zip(expected, results):

@@ -70,6 +70,9 @@ def test_fp32_equals_the_cpu(
         assert engine.runner.graphs is not None
         assert engine.runner.graphs.failure is None
         assert engine.runner.graphs.num_captures == 2
+        assert engine.runner.selection_graphs is not None
+        assert engine.runner.selection_graphs.failure is None
+        assert engine.runner.selection_graphs.num_captures == 3
 
 
 @pytest.mark.parametrize("options", BACKENDS, ids=name_of)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from torch import Tensor
 
-from onela import BeamParams, Engine, Request
-from onela.engine.graphs import MAX_GRAPHS, DecodeGraphs, ForwardGraph
-from onela.engine.packing import StepBuffers, StepShape
-from onela.state import StepInputs
+from onela import BeamParams, Engine, EngineConfig, Request
+from onela.engine.graphs import MAX_GRAPHS, DecodeGraphs, ForwardGraph, ForwardGraphs, SelectionGraphs
+from onela.engine.packing import SelectionShape, StepShape
+from onela.engine.warm_up import warm_up
 from tests.engine.helpers import (
     catalog_of,
     random_prompt,
@@ -26,31 +27,46 @@ CATALOGS = [catalog_of(random_sids(120, SIZES, seed=seed), VOCABULARY) for seed 
 
 
 class Recorded:
-    """Runs the forward over the very tensors that it was recorded with; pointers that moved since are an error."""
+    """Runs the forward anew over what it was recorded with; pointers that moved since are an error."""
 
-    def __init__(self, graphs: DecodeGraphs, inputs: StepInputs, hidden: Tensor) -> None:
-        self.graphs, self.inputs, self.hidden = graphs, inputs, hidden
+    def __init__(self, graphs: ForwardGraphs[Any, Any], run: Callable[[], object]) -> None:
+        self.graphs, self.run = graphs, run
         self.generation = graphs.generation()
         self.replays = 0
 
     def replay(self) -> None:
         assert self.graphs.generation() == self.generation, "a stale graph"
         self.replays += 1
-        self.hidden.copy_(self.graphs.forward(self.inputs))
+        self.run()
 
 
-class FakeGraphs(DecodeGraphs):
-    def _capture(self, shape: StepShape) -> ForwardGraph[StepBuffers]:
-        buffers = StepBuffers(shape, self.device)
-        inputs = buffers.inputs()
-        hidden = self.forward(inputs).clone()
-        self.num_captures += 1
-        return ForwardGraph(buffers, hidden, Recorded(self, inputs, hidden))
+class FakeDecodeGraphs(DecodeGraphs):
+    def _capture(self, shape: StepShape) -> ForwardGraph[None]:
+        return record(self, shape)
 
 
-def with_graphs(engine: Engine, kind: type[DecodeGraphs] = FakeGraphs) -> DecodeGraphs:
+class FakeSelectionGraphs(SelectionGraphs):
+    def _capture(self, shape: SelectionShape) -> ForwardGraph[None]:
+        return record(self, shape)
+
+
+def record(graphs: ForwardGraphs[Any, Any], shape: Any) -> ForwardGraph[Any]:
+    """A stand-in for a captured graph; as for a real one, the forward runs once over nothing but padding."""
+    buffers = graphs.make_buffers(shape)
+    run = graphs.forward_over(shape, buffers)
+    run()
+    graphs.num_captures += 1
+    return ForwardGraph(buffers, None, Recorded(graphs, run))
+
+
+def with_graphs(engine: Engine, kind: type[DecodeGraphs] = FakeDecodeGraphs) -> DecodeGraphs:
+    """Let an engine on a CPU run its steps as graphs."""
     runner = engine.runner
-    runner.graphs = kind(runner.forward, lambda: engine.state.generation, engine.device)
+    clear, device = runner.table.clear, engine.device
+    runner.selection_graphs = FakeSelectionGraphs(
+        runner.select_survivors, clear, runner._selection_generation, device
+    )
+    runner.graphs = kind(runner.decode_forward, clear, runner._decode_generation, device)
     return runner.graphs
 
 
@@ -136,7 +152,7 @@ def test_graphs_are_made_anew_when_a_pool_has_grown(path: Path) -> None:
 
 def test_a_forward_that_cannot_be_captured_runs_as_it_is(path: Path) -> None:
     class Refusing(DecodeGraphs):
-        def _capture(self, shape: StepShape) -> ForwardGraph[StepBuffers]:
+        def _capture(self, shape: StepShape) -> ForwardGraph[None]:
             self.num_captures += 1
             raise RuntimeError("operation not permitted when stream is capturing")
 
@@ -160,3 +176,61 @@ def test_the_graph_unused_for_longest_goes_first(path: Path, monkeypatch: pytest
         captures.append(graphs.num_captures)
     assert captures == [2, 2, 4, 4, 6]
     assert MAX_GRAPHS > 2
+
+
+def warm_engine(path: Path) -> tuple[Engine, FakeDecodeGraphs, FakeSelectionGraphs]:
+    """An engine that has captured what up to four requests of twelve beams need."""
+    config = EngineConfig(warm_up_requests=4, warm_up_beams=12)
+    engine = tiny_engine(path, VOCABULARY, CATALOGS[0], warm_up_requests=4, warm_up_beams=12)
+    with_graphs(engine)
+    warm_up(engine.runner, config, len(SIZES), engine.served)
+    engine.runner.seal(prefill=False, decode=True)
+    assert isinstance(engine.runner.graphs, FakeDecodeGraphs)
+    assert isinstance(engine.runner.selection_graphs, FakeSelectionGraphs)
+    return engine, engine.runner.graphs, engine.runner.selection_graphs
+
+
+def test_after_a_warm_start_a_larger_graph_stands_in_for_one_that_is_missing(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, decode, selection = warm_engine(path)
+    plain = tiny_engine(path, VOCABULARY, CATALOGS[0])
+    captures = decode.num_captures, selection.num_captures
+    for widths in (
+        [(1, 2, 3)],
+        [(3, 9, 9), (1, 1, 1)],
+        [(6, 12, 12)] * 4,
+        [(2, 5, 3), (6, 12, 7), (1, 12, 12)],
+    ):
+        for given, wanted in zip(engine.generate(requests(3, widths)), plain.generate(requests(3, widths))):
+            assert [item.sid for item in given.items] == [item.sid for item in wanted.items]
+    assert (decode.num_captures, selection.num_captures) == captures
+    assert engine.runner.num_late_captures == 0
+    assert not caplog.records
+    engine.generate(requests(4, [(6, 40, 40)] * 4))
+    assert engine.runner.num_late_captures > 0
+    assert "captured while serving" in caplog.text
+
+
+def test_a_catalogue_is_got_ready_before_it_is_switched_to(path: Path) -> None:
+    engine, _, selection = warm_engine(path)
+    wanted = tiny_engine(path, VOCABULARY, CATALOGS[1]).generate(requests(5, [(6, 12, 12)]))
+    per_catalogue = selection.num_captures
+    assert not engine.get_ready()
+    engine.catalogs.load(CATALOGS[1])
+    engine.generate(requests(5, [(6, 12, 12)]))
+    assert per_catalogue < selection.num_captures < 2 * per_catalogue, "a step captures one at most"
+    while engine.get_ready():
+        pass
+    assert selection.num_captures == 2 * per_catalogue
+    engine.catalogs.switch()
+    given = engine.generate(requests(5, [(6, 12, 12)]))
+    assert [item.sid for item in given[0].items] == [item.sid for item in wanted[0].items]
+    assert selection.num_captures == 2 * per_catalogue
+    assert engine.runner.num_late_captures == 0
+    # A third one: the first is neither served nor the one before it any more.
+    engine.catalogs.load(CATALOGS[0])
+    engine.catalogs.switch()
+    while engine.get_ready():
+        pass
+    assert len({shape.served for shape in selection._graphs}) == 2

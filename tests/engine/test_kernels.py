@@ -11,10 +11,12 @@ import torch
 pytest.importorskip("triton")
 from onela import BeamParams, Engine, Request
 from onela.decoding import beam
+from onela.engine import runner
 from onela.models import layers
 from onela.ops._copy_rows import copy_rows_triton
 from onela.ops.attention.decode import beam_attention_triton
 from onela.ops.beam_select.kernels import beam_select as beam_select_triton
+from onela.ops.beams import kernels as beam_kernels
 from onela.ops.gated_delta.full_state import full_state_step_triton
 from onela.ops.gated_delta.gates import gated_delta_gates_triton
 from onela.ops.gated_delta.layer_step import gated_delta_layer_step_triton
@@ -25,7 +27,6 @@ from onela.ops.norm.kernels import (
     rms_norm_triton,
     rotary_triton,
     sigmoid_gate_triton,
-    swiglu_triton,
 )
 from onela.ops.norm.qk_kernel import qk_norm_rotary_triton
 from onela.ops.short_conv.kernels import short_conv_step_triton
@@ -64,7 +65,6 @@ KERNELS: list[tuple[Any, str, Any]] = [
     (layers, "rms_norm", rms_norm_triton),
     (layers, "qk_norm_rotary", qk_norm_rotary_triton),
     (layers, "sigmoid_gate", sigmoid_gate_triton),
-    (layers, "swiglu", swiglu_triton),
     (layers, "gated_rms_norm", gated_rms_norm_triton),
     (layers, "rotary", rotary_triton),
     (layers, "beam_attention", beam_attention_triton),
@@ -77,6 +77,9 @@ KERNELS: list[tuple[Any, str, Any]] = [
     (backends, "replay_ssm_step", replay_ssm_step_triton),
     (backends, "copy_rows", copy_rows),
     (beam, "beam_select", beam_select_triton),
+    (beam, "pack_beams", beam_kernels.pack_beams),
+    (beam, "advance_beams", beam_kernels.advance_beams),
+    (runner, "pack_step", beam_kernels.pack_step),
 ]
 
 

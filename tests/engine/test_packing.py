@@ -60,12 +60,12 @@ def test_a_padded_step_gives_the_same_rows_and_changes_nothing_more(
                 engine.state.backend.reserve(max(r.first_row + r.num_rows for r in requests), 4)
                 if engine is padded:
                     shape = replace(padded_shape(shape), depth=shape.depth + 2)
-                    assert shape.num_rows > sum(r.beams.width for r in running)
+                    assert shape.num_rows > sum(r.width for r in running)
                     before = {name: tensor.clone() for name, tensor in pools(engine).items()}
                     engine.runner.forward(engine.runner.step_inputs([], shape))
                     assert all(same(tensor, before[name]) for name, tensor in pools(engine).items())
                 inputs = engine.runner.step_inputs(running, shape)
-                rows = sum(r.beams.width for r in running)
+                rows = sum(r.width for r in running)
                 hidden[-1].append(engine.runner.forward(inputs)[:rows])
                 live = inputs.slots[:rows] >= 0
                 hidden[-1][-1] = hidden[-1][-1][live]

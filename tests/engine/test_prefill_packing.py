@@ -38,15 +38,15 @@ PARAMS = BeamParams(beam_width=12)
 class FakePrefillGraphs(PrefillGraphs):
     def _capture(self, shape: PrefillShape) -> ForwardGraph[PrefillBuffers]:
         buffers = self.make_buffers(shape)
-        inputs = buffers.inputs()
-        hidden = self.forward(inputs).clone()
+        forward = self.forward_over(shape, buffers)
+        hidden = forward().clone()
         self.num_captures += 1
-        return ForwardGraph(buffers, hidden, Recorded(self, inputs, hidden))
+        return ForwardGraph(buffers, hidden, Recorded(self, lambda: hidden.copy_(forward())))
 
 
 def with_prefill_graphs(engine: Engine, kind: type[PrefillGraphs] = FakePrefillGraphs) -> PrefillGraphs:
     runner = engine.runner
-    runner.prefill_graphs = kind(runner.prefill_forward, engine.state.prompts, engine.device)
+    runner.prefill_graphs = kind(runner.captured_prefill, lambda: 0, engine.state.prompts, engine.device)
     return runner.prefill_graphs
 
 
@@ -194,7 +194,7 @@ def test_a_warm_engine_captures_nothing_more(path: Path) -> None:
     engine = tiny_engine(path, VOCABULARY, CATALOG)
     prefill, decode = with_prefill_graphs(engine), with_graphs(engine)
     config = EngineConfig(warm_up_tokens=300, warm_up_requests=4, warm_up_beams=12, max_batch_tokens=300)
-    assert warm_up(engine.runner, config, len(SIZES)) > 0
+    assert warm_up(engine.runner, config, len(SIZES), engine.served) > 0
     captures = prefill.num_captures, decode.num_captures
     assert captures[0] == len(list(prefill_shapes(config))) >= len(buckets_up_to(300))
     assert captures[1] == len(decode_shapes(config, len(SIZES)))

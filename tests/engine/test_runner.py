@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from onela import BeamParams, Engine, Request
-from onela.decoding import Beams
 from onela.engine.active import ActiveRequest
+from onela.ops.beams import advance_beams, pack_beams
 from tests.engine.helpers import random_prompt, save_qwen3_5, tiny_engine, vocabulary_of
 from tests.engine.test_engine import BACKENDS, name_of
 
@@ -39,25 +39,41 @@ def first_width(tree: list[list[int]]) -> int:
 
 def force(request: ActiveRequest, parents: list[int], generator: torch.Generator) -> None:
     """Advance a request as a selection with these parents and random codes would."""
-    parent = torch.tensor(parents, dtype=torch.int32)
-    before = request.beams
+    pool, parent = request.pool, torch.tensor(parents, dtype=torch.int32)
+    pool.reserve(request.first_row + request.num_rows)
+    place = {
+        "cu_rows": torch.tensor([0, request.width], dtype=torch.int32),
+        "first_rows": torch.tensor([request.first_row], dtype=torch.int32),
+    }
+    _, nodes, _, rows = pack_beams(
+        pool.rows,
+        **place,
+        hidden_starts=torch.zeros(1, dtype=torch.int32),
+        num_rows=request.width,
+        level=request.level,
+        num_levels=pool.num_levels,
+    )
     # A parent that does not live has no children either.
-    parent = parent.where(
-        parent.clamp(min=0).ge(0) & before.alive[parent.clamp(min=0).long()], torch.tensor(-1)
-    ).int()
+    parent = parent.where((parent >= 0) & (nodes[parent.clamp(min=0).long()] >= 0), torch.tensor(-1)).int()
     dead = parent < 0
-    codes = torch.randint(0, 8, (len(parents), 1), generator=generator, dtype=torch.int32)
-    history = torch.cat([before.codes[parent.clamp(min=0).long()], codes], dim=1).masked_fill(
-        dead[:, None], -1
+    codes = torch.randint(0, 8, (len(parents),), generator=generator, dtype=torch.int32)
+    slot = request.step_start if request.level and not request.in_last_step else -1
+    advance_beams(
+        pool.rows,
+        rows,
+        parent,
+        codes.masked_fill(dead, -1),
+        torch.zeros(len(parents)).masked_fill(dead, float("-inf")),
+        torch.zeros(len(parents), dtype=torch.int64).masked_fill(dead, -1),
+        trie_nodes=nodes,
+        finite=torch.ones(request.width, dtype=torch.bool),
+        cu_out=torch.tensor([0, len(parents)], dtype=torch.int32),
+        first_slots=torch.tensor([slot], dtype=torch.int32),
+        **place,
+        level=request.level,
+        num_levels=pool.num_levels,
     )
-    request.advance(
-        Beams(
-            codes=history,
-            cum_logprobs=torch.zeros(len(parents)).masked_fill(dead, float("-inf")),
-            trie_nodes=torch.zeros(len(parents), dtype=torch.int64).masked_fill(dead, -1),
-            parent_beams=parent,
-        )
-    )
+    request.advance()
 
 
 def start(engine: Engine, prompt: list[int], tree: list[list[int]]) -> ActiveRequest:
@@ -100,7 +116,7 @@ def test_every_beam_is_a_replay_of_its_own_tokens(
 
 def check_rows(model: Any, request: ActiveRequest, logits: torch.Tensor) -> None:
     """Each living beam's logits against one full forward over its prompt and its own tokens."""
-    for beam in range(request.beams.width):
+    for beam in range(request.width):
         if not request.beams.alive[beam]:
             continue
         codes = request.beams.codes[beam].tolist()

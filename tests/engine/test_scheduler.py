@@ -292,7 +292,7 @@ def test_no_step_runs_more_than_the_budgets() -> None:
     def watched(**options: Any) -> Any:
         batch = schedule(**options)
         assert sum(chunk.end - chunk.start for chunk in batch.prefill) <= 16
-        assert sum(request.beams.width for request in batch.decode) <= 20
+        assert sum(request.width for request in batch.decode) <= 20
         seen.append(batch)
         return batch
 
@@ -537,3 +537,25 @@ def test_the_last_step_of_a_request_takes_no_slots_of_its_own() -> None:
             fake_engine(None).generate([request.request], BeamParams(beam_width=6))[0]
         )
     check_nothing_is_held(engine)
+
+
+def test_one_forward_takes_so_many_prompts_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However little of them is new: what has been captured has room for so many prompts."""
+    engine = fake_engine(max_batch_tokens=200)
+    batches: list[int] = []
+    schedule = engine.scheduler.schedule
+
+    def watched(**given: Any) -> Any:
+        batch = schedule(**given)
+        batches.append(len(batch.prefill))
+        return batch
+
+    engine.scheduler.schedule = watched  # type: ignore[method-assign]
+    requests = [Request(prompt_token_ids=prompt_of(5, seed)) for seed in range(20)]
+    expected = [answer(alone(request, BeamParams(beam_width=2))) for request in requests]
+    for most, wanted in ((16, [16, 4]), (7, [7, 7, 6])):
+        monkeypatch.setattr("onela.engine.scheduler.MAX_PREFILL_PROMPTS", most)
+        batches.clear()
+        results = engine.generate(requests, BeamParams(beam_width=2))
+        assert [count for count in batches if count] == wanted
+        assert [answer(result) for result in results] == expected

@@ -19,6 +19,20 @@ PAGES = {"SIZE": 512, "BLOCK_R": 16, "BLOCK_D": 512}
 FLOAT8 = {"p_o": "*fp8e4nv", "p_scales": "*fp32"}
 FLOAT8_ROW = {"LARGEST": 448.0, "BLOCK_D": 4096}
 CONV_INDEX = dict.fromkeys(("p_slots", "p_ancestors", "p_cu_rows", "p_prompts", "p_depths"), "*i32")
+BEAM_LINES = (
+    "beams tokens cu_rows cu_out first_rows first_slots prompts depths lengths token_starts fields ancestors"
+)
+BEAM_TABLES = dict.fromkeys(
+    (f"p_{name}" for name in f"{BEAM_LINES} hidden_starts rows parents codes".split()), "*i32"
+)
+BEAM_TABLES |= {
+    "p_nodes": "*i64",
+    "p_hidden_rows": "*i64",
+    "p_children": "*i64",
+    "p_finite": "*i1",
+    "p_cum": "*fp32",
+}
+BEAM_ROWS = {"SIZE": 20, "BLOCK_N": 32, "STEPS": 3}
 KERNELS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "rms_norm_kernel": ("norm.kernels", 4, {"eps": "fp32"}, ROW | {"CENTERED": True, "RESIDUAL": True}),
     "gated_rms_norm_kernel": ("norm.kernels", 4, {"eps": "fp32"}, ROW),
@@ -67,6 +81,11 @@ KERNELS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "copy_rows_kernel": (
         "_copy_rows", 8, dict.fromkeys(("p_target_rows", "p_source_rows", "p_parts"), "*i32"),
         {"HAS_TARGET": True, "HAS_SOURCE": True, "HAS_PARTS": True, "BLOCK": 8192},
+    ),
+    "pack_step_kernel": ("beams.kernels", 1, BEAM_TABLES, BEAM_ROWS | {"LEVELS": 4, "DEPTH": 2, "BLOCK_D": 2}),
+    "pack_beams_kernel": ("beams.kernels", 1, BEAM_TABLES, BEAM_ROWS | {"LEVEL": 2, "BLOCK_F": 32}),
+    "advance_beams_kernel": (
+        "beams.kernels", 1, BEAM_TABLES, BEAM_ROWS | {"LEVEL": 2, "LEVELS": 4, "BLOCK_F": 32}
     ),
 }  # fmt: skip
 

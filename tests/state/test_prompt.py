@@ -48,7 +48,7 @@ def test_no_memory_for_a_row_of_the_page_table_leaves_nothing_taken(monkeypatch:
         raise MemoryError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr("onela.state.prompt.device_tensor", fail)
+        patch.setattr(made, "reserve_table", fail)
         with pytest.raises(MemoryError):
             made.allocate(10)
     assert (made.places.num_taken, made.pages.num_taken) == (3, 3)
