@@ -22,6 +22,7 @@ PAIRS = [
     ("onela.ops.short_conv", "short_conv_step"),
     ("onela.ops.norm", "rms_norm"),
     ("onela.ops.norm", "gated_rms_norm"),
+    ("onela.ops.norm", "rotary_angles"),
     ("onela.ops.norm", "rotary"),
     ("onela.ops.norm", "qk_norm_rotary"),
     ("onela.ops.norm", "sigmoid_gate"),

@@ -20,7 +20,7 @@ from onela.models.quantized import (
 from onela.ops.attention import beam_attention, prefill_attention
 from onela.ops.gated_delta import gated_delta_layer_prefill
 from onela.ops.linear import added_linear, has_joined, linear_swiglu, rms_norm_float8, swiglu_float8
-from onela.ops.norm import gated_rms_norm, qk_norm_rotary, rms_norm, rotary, sigmoid_gate
+from onela.ops.norm import gated_rms_norm, qk_norm_rotary, rms_norm, rotary, rotary_angles, sigmoid_gate
 from onela.state import DecodeState, GatedDeltaWeights, PrefillInputs, StepInputs
 
 Rope = tuple[Tensor, Tensor]
@@ -48,6 +48,8 @@ class RMSNorm(nn.Module):
             and isinstance(reader, FusedLinear)
             and isinstance(reader.fused, Tensor)
             and has_joined(x, product.weight)
+            # An unfinished norm's rows may be large.
+            and x.dtype == torch.bfloat16
             and residual.dtype == torch.float32
         ):
             made = added_linear(
@@ -81,8 +83,7 @@ class RotaryEmbedding(nn.Module):
         self._frequencies: Tensor | None = None
 
     def forward(self, positions: Tensor) -> Rope:
-        angles = positions.to(torch.float32)[:, None] * self.frequencies(positions.device)
-        return angles.cos(), angles.sin()
+        return rotary_angles(positions, self.frequencies(positions.device))
 
     def frequencies(self, device: torch.device) -> Tensor:
         """[rotary_dim / 2] fp32, made once per device."""

@@ -9,6 +9,7 @@ from onela.ops.norm.reference import (
     gated_rms_norm_ref,
     qk_norm_rotary_ref,
     rms_norm_ref,
+    rotary_angles_ref,
     rotary_ref,
     sigmoid_gate_ref,
     swiglu_ref,
@@ -35,6 +36,15 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, *, eps: float) -> Te
 
         return gated_rms_norm_triton(x, gate, weight, eps=eps)
     return gated_rms_norm_ref(x, gate, weight, eps=eps)
+
+
+def rotary_angles(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """`rotary_angles_ref`, by its kernel on a GPU. Same arguments, results and errors."""
+    if positions.is_cuda and positions.dim() == 1 and positions.stride(0) == 1:
+        from onela.ops.norm.kernels import rotary_angles_triton
+
+        return rotary_angles_triton(positions, frequencies)
+    return rotary_angles_ref(positions, frequencies)
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

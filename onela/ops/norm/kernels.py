@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onela.ops._checks import check_float
+from onela.ops._checks import check_float, check_index
+from onela.ops._overlap import overlap_of, wait_for_previous
 
 ELEMENTS = 4096
 """Numbers in the tile of a program."""
@@ -26,7 +27,9 @@ def row_offsets(o_r, H, s_t, s_h):
 def rms_norm_kernel(
     p_x, p_residual, p_weight, p_o, num_rows, H, s_x_t, s_x_h, s_r_t, s_r_h, eps,
     D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, CENTERED: tl.constexpr, RESIDUAL: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous(OVERLAP)
     o_r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     o_d = tl.arange(0, BLOCK_D)
     mask = (o_r < num_rows)[:, None] & (o_d < D)[None, :]
@@ -69,6 +72,18 @@ def gated_rms_norm_kernel(
 
 
 @triton.jit
+def rotary_angles_kernel(
+    p_positions, p_frequencies, p_cos, p_sin, size, HALF: tl.constexpr, BLOCK: tl.constexpr
+):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < size
+    b_angle = tl.load(p_positions + at // HALF, mask=mask, other=0).to(tl.float32)
+    b_angle *= tl.load(p_frequencies + at % HALF, mask=mask, other=0.0)
+    tl.store(p_cos + at, tl.cos(b_angle), mask=mask)
+    tl.store(p_sin + at, tl.sin(b_angle), mask=mask)
+
+
+@triton.jit
 def rotary_kernel(
     p_x, p_cos, p_sin, p_o, num_rows, H, s_x_t, s_x_h,
     D: tl.constexpr, HALF: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -105,8 +120,9 @@ def swiglu_kernel(p_x, p_o, D, s_x, BLOCK: tl.constexpr):
 @triton.jit
 def sigmoid_gate_kernel(
     p_x, p_gate, p_o, num_rows, H, s_x_t, s_x_h, s_g_t, s_g_h,
-    D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+    D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous(OVERLAP)
     o_r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     o_d = tl.arange(0, BLOCK_D)
     mask = (o_r < num_rows)[:, None] & (o_d < D)[None, :]
@@ -145,7 +161,7 @@ def rms_norm_triton(
     rms_norm_kernel[(triton.cdiv(rows, block_r),)](
         x, added, weight, o, rows, heads, s_t, s_h, s_r_t, s_r_h, eps,
         D=D, BLOCK_R=block_r, BLOCK_D=block_d, CENTERED=zero_centered, RESIDUAL=residual is not None,
-        num_warps=_warps(block_r * block_d),
+        num_warps=_warps(block_r * block_d), **overlap_of(x.device),
     )  # fmt: skip
     return o
 
@@ -176,6 +192,24 @@ def gated_rms_norm_triton(x: Tensor, gate: Tensor, weight: Tensor, *, eps: float
         D=V, BLOCK_R=block_r, BLOCK_D=block_d, num_warps=_warps(block_r * block_d),
     )  # fmt: skip
     return o
+
+
+def rotary_angles_triton(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """`rotary_angles_ref` in one launch.
+
+    Args, Returns: as in `rotary_angles_ref`; positions and frequencies are contiguous.
+    Raises: ShapeError, DtypeError.
+    """
+    check_index("positions", positions, None)
+    check_float("frequencies", frequencies, None)
+    half = frequencies.shape[0]
+    cos, sin = (frequencies.new_empty(positions.shape[0], half) for _ in range(2))
+    if cos.numel():
+        block = 256
+        rotary_angles_kernel[(triton.cdiv(cos.numel(), block),)](
+            positions, frequencies, cos, sin, cos.numel(), HALF=half, BLOCK=block, num_warps=4
+        )
+    return cos, sin
 
 
 def rotary_triton(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -233,6 +267,7 @@ def sigmoid_gate_triton(x: Tensor, gate: Tensor) -> Tensor:
     sigmoid_gate_kernel[(triton.cdiv(rows, block_r),)](
         x, gate, o, rows, heads, s_t, s_h, s_g_t, s_g_h,
         D=D, BLOCK_R=block_r, BLOCK_D=block_d, num_warps=_warps(block_r * block_d),
+        **overlap_of(x.device),
     )  # fmt: skip
     return o
 

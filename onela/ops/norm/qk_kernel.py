@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from onela.ops._checks import check_float
+from onela.ops._overlap import overlap_of, wait_for_previous
 
 
 @triton.jit
@@ -42,9 +43,10 @@ def _norm_rotary(
 def qk_norm_rotary_kernel(
     p_q, p_k, p_q_weight, p_k_weight, p_cos, p_sin, p_q_out, p_k_out, s_q, s_q_head, s_k, s_k_head, eps,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, CENTERED: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, CENTERED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """All heads of one row."""
+    wait_for_previous(OVERLAP)
     i_n = tl.program_id(0).to(tl.int64)
     o_d = tl.arange(0, BLOCK_D)
     dtype = p_q_out.dtype.element_ty
@@ -98,6 +100,6 @@ def qk_norm_rotary_triton(
         q, k, q_weight, k_weight, cos.contiguous(), sin.contiguous(), q_out, k_out, q.stride(0), q.stride(1),
         k.stride(0), k.stride(1), eps,
         HQ=HQ, HKV=HKV, D=D, HALF=half, BLOCK_D=triton.next_power_of_2(D), BLOCK_Q=triton.next_power_of_2(HQ),
-        BLOCK_K=triton.next_power_of_2(HKV), CENTERED=zero_centered, num_warps=4,
+        BLOCK_K=triton.next_power_of_2(HKV), CENTERED=zero_centered, num_warps=4, **overlap_of(q.device),
     )  # fmt: skip
     return q_out, k_out

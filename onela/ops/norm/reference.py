@@ -56,6 +56,18 @@ def gated_rms_norm_ref(x: Tensor, gate: Tensor, weight: Tensor, *, eps: float) -
     return ((weight * normed.to(gate.dtype)).to(dtype) * F.silu(gate.to(dtype))).to(gate.dtype)
 
 
+def rotary_angles_ref(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of rotary positions: of `positions * frequencies`.
+
+    Args:
+        positions: [T] integers. frequencies: [R/2] fp32.
+    Returns:
+        cos, sin: [T, R/2] fp32, contiguous.
+    """
+    angles = positions.to(torch.float32)[:, None] * frequencies
+    return angles.cos(), angles.sin()
+
+
 def rotary_ref(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first `R` dimensions of every head, pairs `(i, i + R/2)`; the rest pass through.
 

@@ -8,6 +8,7 @@ import torch
 from onela.ops.norm import (
     gated_rms_norm_ref,
     rms_norm_ref,
+    rotary_angles_ref,
     rotary_ref,
     sigmoid_gate_ref,
     swiglu_ref,
@@ -18,6 +19,7 @@ pytest.importorskip("triton")
 from onela.ops.norm.kernels import (
     gated_rms_norm_triton,
     rms_norm_triton,
+    rotary_angles_triton,
     rotary_triton,
     sigmoid_gate_triton,
     swiglu_triton,
@@ -100,3 +102,14 @@ def test_swiglu(shape: tuple[int, int], dtype: torch.dtype, device: torch.device
 def test_sigmoid_gate(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
     x, gate = draw(*shape, dtype=dtype, device=device), strided(shape, dtype, device)
     check(sigmoid_gate_triton(x, gate), sigmoid_gate_ref(x, gate))
+
+
+@pytest.mark.parametrize(("T", "half"), [(0, 4), (1, 1), (37, 12), (300, 32)])
+def test_rotary_angles(T: int, half: int, device: torch.device) -> None:
+    positions = torch.randint(0, 1 << 18, (T,), dtype=torch.int32, device=device)
+    frequencies = 1.0 / 1e6 ** (torch.arange(half, device=device) / half)
+    for given, expected in zip(
+        rotary_angles_triton(positions, frequencies), rotary_angles_ref(positions, frequencies)
+    ):
+        assert given.is_contiguous()
+        torch.testing.assert_close(given, expected, rtol=0, atol=2**-20)
