@@ -4,6 +4,7 @@
 A program stays on its multiprocessor and takes one tile of the result after another. One warp brings rows and weights
 in, by the copy engine, through a ring of stages in shared memory, across the border between two tiles; one or two
 warpgroups multiply, 64 rows of the tile each, and finish their rows: nothing of the product itself goes through memory.
+The second one begins a little later, so that one's end of a tile runs beside the other's products.
 
 Weights do not depend on the kernel before: they are asked for while it still runs.
 """
@@ -24,13 +25,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 ROWS = gl.constexpr(64)
 # Row tiles that share columns of the weight, one tile after the other, before the next columns come.
 BAND = gl.constexpr(16)
+# Steps by which the second warpgroup begins later.
+SKEW = gl.constexpr(2)
 # What becomes of a product: it is the result; its halves become silu(left) * right; it is added to a residual.
 PLAIN, GATED, ADDED = (gl.constexpr(i) for i in range(3))
 
 
 @gluon.jit
 def _place(item, num_m, num_n):
-    """Row and column tile of an item."""
+    """Row and column of an item's tile among the tiles."""
     band = item // (BAND * num_n)
     inside = item % (BAND * num_n)
     height = gl.minimum(num_m - band * BAND, BAND)
@@ -52,7 +55,7 @@ def _load_weight(w_desc, ring_w, bar, column, k, D, MODE: gl.constexpr):
 def _bring(descs, shared, sizes, MODE: gl.constexpr):
     """The warp that brings in rows and weights."""
     x_desc, w_desc = descs
-    ring_x, ring_w, full, empty = shared
+    ring_x, ring_w, full, empty, _begun = shared
     num_m, num_n, num_k, D, _N = sizes
     STAGES: gl.constexpr = ring_x.shape[0]
     BM: gl.constexpr = ring_x.shape[1]
@@ -108,38 +111,97 @@ def _silu(x):
 
 
 @gluon.jit
+def _residual(rest, row, column, N, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Where 64 rows of the residual lie, and which of them there are."""
+    p_h, _p_norm, _p_squares, _p_sums, stride_h, _width, _eps = rest
+    o_m = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    o_n = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))
+    at = p_h + row.to(gl.int64) * stride_h + column + (o_m * stride_h)[:, None] + o_n[None, :]
+    return at, (row + o_m < N)[:, None]
+
+
+@gluon.jit
+def _add(o_desc, out, value, before, rest, row, column, N, LOADED: gl.constexpr, CENTERED: gl.constexpr):
+    """Add columns of a product to the residual, send on the sum under the norm's weight: its rows' sums of squares."""
+    p_norm = rest[1]
+    LAYOUT: gl.constexpr = value.type.layout
+    at, mask = _residual(rest, row, column, N, value.shape[1], LAYOUT)
+    if not LOADED:
+        before = gl.load(at, mask=mask, other=0.0)
+    value += before
+    gl.store(at, value, mask=mask)
+    o_n = gl.arange(0, value.shape[1], layout=gl.SliceLayout(0, LAYOUT))
+    factor = gl.load(p_norm + column + o_n).to(gl.float32)
+    if CENTERED:
+        factor += 1.0
+    _send(o_desc, out, value * factor[None, :], row, column)
+    return gl.sum(value * value, 1)
+
+
+@gluon.jit
+def _finish(
+    o_desc, out, acc, before, rest, row, i_n, N, BN: gl.constexpr, MODE: gl.constexpr, LOADED: gl.constexpr,
+    CENTERED: gl.constexpr,
+):  # fmt: skip
+    """What becomes of 64 rows of a tile."""
+    p_squares = rest[2]
+    BO: gl.constexpr = out.shape[1]
+    if MODE == ADDED:
+        if BO == BN:
+            squares = _add(o_desc, out, acc, before, rest, row, i_n * BN, N, LOADED, CENTERED)
+        else:
+            left, right = acc.reshape((ROWS, 2, BN // 2)).permute((0, 2, 1)).split()
+            squares = _add(o_desc, out, left, before, rest, row, i_n * BN, N, False, CENTERED)
+            squares += _add(o_desc, out, right, before, rest, row, i_n * BN + BO, N, False, CENTERED)
+        o_m = row + gl.arange(0, ROWS, layout=squares.type.layout)
+        gl.store(p_squares + i_n * N + o_m, squares, mask=o_m < N)
+    elif MODE == PLAIN and BO == BN:
+        _send(o_desc, out, acc, row, i_n * BN)
+    else:
+        left, right = acc.reshape((ROWS, 2, BN // 2)).permute((0, 2, 1)).split()
+        if MODE == GATED:
+            _send(o_desc, out, _silu(left) * right, row, i_n * BO)
+        else:
+            _send(o_desc, out, left, row, i_n * BN)
+            _send(o_desc, out, right, row, i_n * BN + BO)
+
+
+@gluon.jit
 def _multiply(
     o_desc, rest, shared, staging, sizes, GROUP: gl.constexpr, MODE: gl.constexpr, PARTS: gl.constexpr,
     CENTERED: gl.constexpr,
 ):  # fmt: skip
     """One of the warpgroups that multiply: 64 rows of every tile."""
-    p_h, p_norm, p_squares, p_sums, stride_h, width, eps = rest
-    ring_x, ring_w, full, empty = shared
+    _p_h, _p_norm, _p_squares, p_sums, _stride_h, width, eps = rest
+    ring_x, ring_w, full, empty, begun = shared
     num_m, num_n, num_k, _D, N = sizes
     STAGES: gl.constexpr = ring_x.shape[0]
     BM: gl.constexpr = ring_x.shape[1]
     BN: gl.constexpr = ring_w.shape[1]
+    GROUPS: gl.constexpr = staging.shape[0]
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     zeros = gl.zeros([ROWS, BN], gl.float32, MMA)
     out = staging.index(GROUP)
+    # What a tile is added to is asked for before its sum begins, where there are registers for both.
+    LOADED: gl.constexpr = MODE == ADDED and out.shape[1] == BN
+    o_m = gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA))
     gdc_wait()
+    skew = gl.minimum(num_k - 1, SKEW)
+    if (skew > 0) & (GROUP == 1):
+        mbarrier.wait(begun, 0)
     place = 0
     for item in range(gl.program_id(0), num_m * num_n, gl.num_programs(0)):
         i_m, i_n = _place(item, num_m, num_n)
         row = i_m * BM + GROUP * ROWS
-        o_m = gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA))
-        o_n = gl.arange(0, BN, layout=gl.SliceLayout(0, MMA))
-        in_m = row + o_m < N
         if PARTS > 0:
             total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, MMA))
             for part in gl.static_range(PARTS):
-                total += gl.load(p_sums + part * N + row + o_m, mask=in_m, other=0.0)
+                total += gl.load(p_sums + part * N + row + o_m, mask=row + o_m < N, other=0.0)
             scale = gl.rsqrt(total / width + eps)
-        if MODE == ADDED:
-            # Whole tiles of columns.
-            p_tile = p_h + row.to(gl.int64) * stride_h + i_n * BN
-            o_tile = (o_m * stride_h)[:, None] + o_n[None, :]
-            h = gl.load(p_tile + o_tile, mask=in_m[:, None], other=0.0)
+        before = 0
+        if LOADED:
+            at, mask = _residual(rest, row, i_n * BN, N, BN, MMA)
+            before = gl.load(at, mask=mask, other=0.0)
         stage = place % STAGES
         mbarrier.wait(full.index(stage), (place // STAGES) & 1)
         acc = warpgroup_mma(
@@ -158,36 +220,22 @@ def _multiply(
             )  # fmt: skip
             acc = warpgroup_mma_wait(1, deps=[acc])
             mbarrier.arrive(empty.index(last), count=1)
+            if GROUP == 0 and GROUPS == 2:
+                mbarrier.arrive(begun, count=1, pred=place == skew)
             place += 1
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(empty.index(stage), count=1)
         if PARTS > 0:
             acc = acc * scale[:, None]
-        if MODE == ADDED:
-            h += acc
-            gl.store(p_tile + o_tile, h, mask=in_m[:, None])
-            gl.store(p_squares + i_n * N + row + o_m, gl.sum(h * h, 1), mask=in_m)
-            factor = gl.load(p_norm + i_n * BN + o_n).to(gl.float32)
-            if CENTERED:
-                factor += 1.0
-            _send(o_desc, out, h * factor[None, :], row, i_n * BN)
-        elif MODE == PLAIN and out.shape[1] == BN:
-            _send(o_desc, out, acc, row, i_n * BN)
-        else:
-            left, right = acc.reshape((ROWS, 2, BN // 2)).permute((0, 2, 1)).split()
-            if MODE == GATED:
-                _send(o_desc, out, _silu(left) * right, row, i_n * (BN // 2))
-            else:
-                _send(o_desc, out, left, row, i_n * BN)
-                _send(o_desc, out, right, row, i_n * BN + BN // 2)
+        _finish(o_desc, out, acc, before, rest, row, i_n, N, BN, MODE, LOADED, CENTERED)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["num_m", "num_n", "num_k", "D", "N"])
 def joined_product_hopper_kernel(
-    x_desc, w_desc, o_desc, p_h, p_norm, p_squares, p_sums, num_m, num_n, num_k, D, N, stride_h, width, eps,
-    STAGES: gl.constexpr, MODE: gl.constexpr, PARTS: gl.constexpr, GROUPS: gl.constexpr, BN: gl.constexpr,
-    BO: gl.constexpr, CENTERED: gl.constexpr, REGISTERS: gl.constexpr,
+    x_desc, w_desc, o_desc, p_h, p_norm, p_squares, p_sums, num_m, num_n, num_k, D, N, stride_h,
+    width, eps, STAGES: gl.constexpr, MODE: gl.constexpr, PARTS: gl.constexpr, GROUPS: gl.constexpr,
+    BN: gl.constexpr, BO: gl.constexpr, CENTERED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """As many programs as stay on the device at once; each takes every so-many-th tile of the result."""
     dtype: gl.constexpr = x_desc.dtype
@@ -196,19 +244,27 @@ def joined_product_hopper_kernel(
     staging = gl.allocate_shared_memory(dtype, [GROUPS, ROWS, BO], o_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    begun = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=GROUPS)
+    mbarrier.init(begun, count=1)
     fence_async_shared()
     gdc_launch_dependents()
-    shared = (ring_x, ring_w, full, empty)
+    shared = (ring_x, ring_w, full, empty, begun)
     sizes = (num_m, num_n, num_k, D, N)
     rest = (p_h, p_norm, p_squares, p_sums, stride_h, width, eps)
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_multiply, (o_desc, rest, shared, staging, sizes, 0, MODE, PARTS, CENTERED)),
-                (_multiply, (o_desc, rest, shared, staging, sizes, 1, MODE, PARTS, CENTERED)),
+                (
+                    _multiply,
+                    (o_desc, rest, shared, staging, sizes, 0, MODE, PARTS, CENTERED),
+                ),
+                (
+                    _multiply,
+                    (o_desc, rest, shared, staging, sizes, 1, MODE, PARTS, CENTERED),
+                ),
                 (_bring, ((x_desc, w_desc), shared, sizes, MODE)),
             ],
             [4, 1],
@@ -217,7 +273,10 @@ def joined_product_hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (_multiply, (o_desc, rest, shared, staging, sizes, 0, MODE, PARTS, CENTERED)),
+                (
+                    _multiply,
+                    (o_desc, rest, shared, staging, sizes, 0, MODE, PARTS, CENTERED),
+                ),
                 (_bring, ((x_desc, w_desc), shared, sizes, MODE)),
             ],
             [1],

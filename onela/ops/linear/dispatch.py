@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from onela.ops.linear.reference import (
     added_linear_ref,
     float8_linear_ref,
-    linear_swiglu_ref,
     normed_linear_ref,
     quantize_rows_ref,
     rms_norm_float8_ref,
@@ -19,8 +17,8 @@ from onela.ops.norm import swiglu
 
 HALVES = (torch.bfloat16, torch.float16)
 MAX_ROW = 32768
-JOINED_ROWS = 512
-"""With fewer rows there are few tiles for long sums; torch's own products divide the sums there."""
+JOINED_ROWS = 128
+"""Fewer rows do not fill a tile."""
 ALIGNMENT = 16
 """The scaled product wants rows and columns in multiples of this."""
 
@@ -69,20 +67,11 @@ def linear_swiglu(x: Tensor, weight: Tensor, *, squares: Tensor | None = None, e
     Args, Returns, Raises: as in `linear_swiglu_ref`.
     Numerics: as in the implementation that runs.
     """
-    if not x.is_cuda:
-        return linear_swiglu_ref(x, weight, squares=squares, eps=eps)
-    if squares is not None:
-        if has_joined(x, weight) and weight.shape[0] % 16 == 0:
-            from onela.ops.linear.joined_hopper import linear_swiglu_joined
+    if has_joined(x, weight) and weight.shape[0] % 16 == 0:
+        from onela.ops.linear.joined_hopper import linear_swiglu_hopper
 
-            return linear_swiglu_joined(x, weight, squares=squares, eps=eps)
-        return swiglu(normed_linear_ref(x, weight, squares=squares, eps=eps))
-    if x.dtype in HALVES and torch.cuda.get_device_capability(x.device)[0] == 9:
-        from onela.ops.linear.swiglu_hopper import linear_swiglu_hopper, supports
-
-        if supports(x, weight):
-            return linear_swiglu_hopper(x, weight)
-    return swiglu(F.linear(x, weight))
+        return linear_swiglu_hopper(x, weight, squares=squares, eps=eps)
+    return swiglu(normed_linear_ref(x, weight, squares=squares, eps=eps))
 
 
 def added_linear(
@@ -102,11 +91,14 @@ def added_linear(
 
 
 def has_joined(x: Tensor, weight: Tensor) -> bool:
-    """Whether Hopper's joined products take these: bf16, enough rows, and each begins where the copy engine can."""
+    """Whether Hopper's joined products take these: 16-bit, enough rows, and each begins where the copy engine can."""
     return (
         x.is_cuda
-        and x.dtype == weight.dtype == torch.bfloat16
+        and x.dim() == 2
+        and x.dtype in HALVES
+        and weight.dtype == x.dtype
         and x.shape[0] >= JOINED_ROWS
+        and x.shape[1] % 8 == 0
         and torch.cuda.get_device_capability(x.device)[0] == 9
         and all(t.stride(-1) == 1 and t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0 for t in (x, weight))
         and weight.shape[0] % 8 == 0

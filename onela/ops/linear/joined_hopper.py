@@ -1,4 +1,4 @@
-"""The joined products on Hopper: tiles for a shape, and the launch."""
+"""Joined products on Hopper: tiles for a shape, and the launch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from onela.errors import ShapeError
 from onela.ops._checks import check_float
 from onela.ops.gated_delta._launch import multiprocessors
 from onela.ops.linear._joined_hopper_kernel import joined_product_hopper_kernel
@@ -33,7 +34,7 @@ class Tile(NamedTuple):
 TILES: dict[int, tuple[Tile, ...]] = {
     PLAIN: (Tile(2, 256), Tile(2, 128), Tile(2, 64), Tile(1, 128), Tile(1, 64)),
     GATED: (Tile(2, 256), Tile(2, 128)),
-    ADDED: (Tile(2, 128), Tile(2, 64), Tile(1, 128), Tile(1, 64)),
+    ADDED: (Tile(2, 256), Tile(2, 128), Tile(2, 64), Tile(1, 128), Tile(1, 64)),
 }
 
 
@@ -44,7 +45,7 @@ def normed_linear_hopper(
 
     Args, Returns, Raises: as in `normed_linear_ref`.
     Aliasing: the weight is read while the kernel before still runs.
-    Numerics: fp32 sums in steps of the tensor cores; deterministic.
+    Numerics: fp32 sums in steps of the tensor cores, rounded once; deterministic.
     """
     check_joined(x, weight, squares)
     o = x.new_empty(x.shape[0], weight.shape[0])
@@ -52,13 +53,15 @@ def normed_linear_hopper(
     return o
 
 
-def linear_swiglu_joined(
+def linear_swiglu_hopper(
     x: Tensor, weight: Tensor, *, squares: Tensor | None = None, eps: float = 0.0, tile: Tile | None = None
 ) -> Tensor:
     """`linear_swiglu_ref` in one launch, for what `has_joined` allows. `tile` is picked when it is None.
 
     Args, Returns, Raises: as in `linear_swiglu_ref`; weight has a multiple of 16 rows.
-    Aliasing, Numerics: as in `normed_linear_hopper`; the sigmoid is exact to 2 units of fp32's last place.
+    Aliasing: as in `normed_linear_hopper`.
+    Numerics: as in `normed_linear_hopper`; the gated product is made of the sums, and the sigmoid exact to 2 units of
+        fp32's last place.
     """
     check_joined(x, weight, squares)
     o = x.new_empty(x.shape[0], weight.shape[0] // 2)
@@ -106,8 +109,7 @@ def choose_tile(mode: int, N: int, size: int, D: int, processors: int) -> Tile:
         groups, columns = tile
         tiles = triton.cdiv(N, 64 * groups) * triton.cdiv(size, columns // (1 + (mode == GATED)))
         stage = max(2 * groups * columns, 128 * groups + columns * (groups + 1))
-        waves = triton.cdiv(tiles, processors)
-        return waves * (triton.cdiv(D, DEPTH) * stage + 1500) + 2500
+        return triton.cdiv(tiles, processors) * (triton.cdiv(D, DEPTH) * stage + 1500) + 2500
 
     return min((tile for tile in TILES[mode] if mode != ADDED or size % tile.columns == 0), key=cycles)
 
@@ -126,9 +128,9 @@ def _launch(
     weight: Tensor,
     o: Tensor,
     *,
+    tile: Tile | None,
     squares: Tensor | None = None,
     eps: float = 0.0,
-    tile: Tile | None,
     residual: Tensor | None = None,
     norm_weight: Tensor | None = None,
     made: Tensor | None = None,
@@ -142,6 +144,8 @@ def _launch(
     tile = tile or choose_tile(mode, N, size, D, processors)
     rows, columns = 64 * tile.groups, tile.columns
     step, out, stages = launch_sizes(mode, tile)
+    if mode == ADDED and size % columns:
+        raise ShapeError(f"tile: whole tiles of {columns} columns are needed, weight has {size} rows")
     num_m, num_n = triton.cdiv(N, rows), triton.cdiv(size, step)
     unused = x
     joined_product_hopper_kernel[(min(processors, num_m * num_n),)](

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
+from onela.errors import ShapeError
 from onela.ops.linear import added_linear_ref, has_joined, linear_swiglu_ref, normed_linear_ref
 
 pytest.importorskip("triton")
@@ -16,7 +19,7 @@ from onela.ops.linear.joined_hopper import (
     Tile,
     added_linear_hopper,
     choose_tile,
-    linear_swiglu_joined,
+    linear_swiglu_hopper,
     normed_linear_hopper,
 )
 from tests.tolerances import ROWS
@@ -56,7 +59,7 @@ def test_normed(sizes: tuple[int, int, int], parts: int, tile: Tile) -> None:
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_gated(sizes: tuple[int, int, int], parts: int, tile: Tile) -> None:
     x, weight, squares = factors(sizes[0], sizes[1], 2 * sizes[2], parts)
-    have = linear_swiglu_joined(x, weight, squares=squares, eps=1e-6, tile=tile)
+    have = linear_swiglu_hopper(x, weight, squares=squares, eps=1e-6, tile=tile)
     near(have, linear_swiglu_ref(x, weight, squares=squares, eps=1e-6))
 
 
@@ -65,13 +68,13 @@ def test_a_gate_far_from_zero() -> None:
     x = torch.eye(128, device="cuda").bfloat16()
     gate = torch.linspace(-300, 300, 64, device="cuda")[:, None].expand(64, 128)
     weight = torch.cat([gate, torch.ones_like(gate)]).bfloat16().contiguous()
-    near(linear_swiglu_joined(x, weight), linear_swiglu_ref(x, weight))
+    near(linear_swiglu_hopper(x, weight), linear_swiglu_ref(x, weight))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tile", TILES[ADDED], ids=str)
 @pytest.mark.parametrize("zero_centered", [True, False])
-@pytest.mark.parametrize("sizes", [(1024, 2048, 1024), (1, 192, 2048), (1000, 64, 1152)], ids=str)
+@pytest.mark.parametrize("sizes", [(1024, 2048, 1024), (1, 192, 2048), (1000, 64, 1280)], ids=str)
 def test_added(sizes: tuple[int, int, int], zero_centered: bool, tile: Tile) -> None:
     x, weight, _ = factors(*sizes, 0)
     N, _, size = sizes
@@ -91,41 +94,44 @@ def test_added(sizes: tuple[int, int, int], zero_centered: bool, tile: Tile) -> 
 
 
 @pytest.mark.gpu
-def test_a_chain_in_a_graph() -> None:
+@pytest.mark.parametrize("tile", [Tile(1, 128), Tile(2, 128)], ids=str)
+def test_a_chain_in_a_graph(tile: Tile) -> None:
     """Kernels that begin before the one ahead of them ends still see all that it wrote."""
     N, D, inner = 1024, 1024, 3584
     x, up, _ = factors(N, D, 2 * inner, 0)
     down = (torch.randn(D, inner, device="cuda") / inner**0.5).bfloat16()
-    norm = torch.zeros(D, device="cuda").bfloat16()
-    residual = torch.zeros(N, D, device="cuda")
+    options = {
+        "norm_weight": torch.zeros(D, device="cuda").bfloat16(),
+        "residual": torch.zeros(N, D, device="cuda"),
+        "tile": tile,
+    }
 
-    def run() -> torch.Tensor:
-        residual.zero_()
-        rows = x
-        squares = None
+    def run(wait: Callable[[], None]) -> torch.Tensor:
+        options["residual"].zero_()
+        rows, squares = x, None
         for _ in range(8):
-            rows = linear_swiglu_joined(rows, up, squares=squares, eps=1e-6)
-            rows, squares = added_linear_hopper(rows, down, residual=residual, norm_weight=norm)
+            rows = linear_swiglu_hopper(rows, up, squares=squares, eps=1e-6)
+            wait()
+            rows, squares = added_linear_hopper(rows, down, **options)
+            wait()
         return rows
 
-    run()
-    torch.cuda.synchronize()
-    apart = []
-    residual.zero_()
-    rows, squares = x, None
-    for _ in range(8):
-        rows = linear_swiglu_joined(rows, up, squares=squares, eps=1e-6)
-        torch.cuda.synchronize()
-        rows, squares = added_linear_hopper(rows, down, residual=residual, norm_weight=norm)
-        torch.cuda.synchronize()
-    apart.append(rows)
+    apart = run(torch.cuda.synchronize)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = run()
+        out = run(lambda: None)
     for _ in range(20):
         graph.replay()
         torch.cuda.synchronize()
-        assert torch.equal(out, apart[0])
+        assert torch.equal(out, apart)
+
+
+@pytest.mark.gpu
+def test_a_tile_that_does_not_fit_is_refused() -> None:
+    x, weight, _ = factors(128, 192, 128, 0)
+    options = {"residual": torch.zeros(128, 128, device="cuda"), "norm_weight": weight[:, 0].contiguous()}
+    with pytest.raises(ShapeError, match=r"tile: whole tiles of 256 columns are needed, weight has 128 rows"):
+        added_linear_hopper(x, weight, tile=Tile(2, 256), **options)
 
 
 @pytest.mark.gpu
