@@ -27,6 +27,7 @@ COMMANDS = (
     "operator_sweep time",
     "operator_sweep summarize",
     "layer_step",
+    "products",
     "attention --prepare",
     "beam_select --prepare --torch",
     "prefill",

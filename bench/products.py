@@ -1,0 +1,183 @@
+"""A decode step's matrix products joined with norms, gates and sums, beside the ops apart: checked first, then timed.
+
+A run is one such product on each of several weights, in one CUDA graph, so that it does not find its weight in the L2
+cache. `apart` is torch's own product with the launches around it. Three kinds of product:
+
+    in      rows under a norm, to the mixer's inputs; apart: the product alone, its norm is counted with `out`
+    gate    rows under a norm, to `silu(gate) * up`; apart: the product and the gate
+    out     to the residual stream, and the norm of the sum begun; apart: the product and the norm, with its sum
+
+    python bench/products.py [--models 0.8b 1.7b] [--rows 1024 256] [--tiles]
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+if not __package__:  # bench/operator.py would hide the standard library's
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+import argparse
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.common import Failures, append_result, machine, time_graph
+from onela.ops.linear import added_linear_ref, linear_swiglu_ref, normed_linear_ref
+from onela.ops.norm import rms_norm, swiglu
+
+WEIGHTS = 12
+PARTS = 16
+"""Pieces whose sums of squares a norm's factor is made of."""
+LIMIT = {"rtol": 2**-5, "atol": 2**-9}
+"""As in the tests, relative to the largest number: rounding to bf16, at other places."""
+
+
+class Product(NamedTuple):
+    """One product of a layer: [rows, depth] times [size, depth]^T."""
+
+    name: str
+    kind: str
+    size: int
+    depth: int
+
+
+MODELS: dict[str, tuple[Product, ...]] = {
+    "qwen3.5-0.8b": (
+        Product("in_proj", "in", 8224, 1024),
+        Product("qkv_proj", "in", 5120, 1024),
+        Product("out_proj", "out", 1024, 2048),
+        Product("gate_up_proj", "gate", 7168, 1024),
+        Product("down_proj", "out", 1024, 3584),
+    ),
+    "qwen3-1.7b": (
+        Product("qkv_proj", "in", 4096, 2048),
+        Product("o_proj", "out", 2048, 2048),
+        Product("gate_up_proj", "gate", 12288, 2048),
+        Product("down_proj", "out", 2048, 6144),
+    ),
+}
+
+Run = Callable[[Tensor], Any]
+
+
+class Problem:
+    """The rows of one product, and the ways to run it."""
+
+    def __init__(self, product: Product, rows: int) -> None:
+        torch.manual_seed(0)
+        self.product, self.rows = product, rows
+        self.x = torch.randn(rows, product.depth, device="cuda").bfloat16()
+        self.squares = torch.rand(PARTS, rows, device="cuda") * product.depth / PARTS
+        self.residual = torch.zeros(rows, product.size, device="cuda")
+        self.norm = torch.randn(product.size, device="cuda").bfloat16()
+
+    def weight(self) -> Tensor:
+        """Another one every time."""
+        size, depth = self.product.size, self.product.depth
+        return (torch.randn(size, depth, device="cuda") / depth**0.5).bfloat16()
+
+    def apart(self, weight: Tensor) -> Any:
+        """torch's product, and the launches beside it."""
+        o = F.linear(self.x, weight)
+        if self.product.kind == "gate":
+            return swiglu(o)
+        if self.product.kind == "out":
+            return rms_norm(o, self.norm, eps=1e-6, residual=self.residual)
+        return o
+
+    def joined(self, tile: Any) -> Run:
+        """One launch. `tile`: None is the kernel's own choice."""
+        from onela.ops.linear import joined_hopper as hopper
+
+        if self.product.kind == "out":
+            return lambda weight: hopper.added_linear_hopper(
+                self.x,
+                weight,
+                residual=self.residual,
+                norm_weight=self.norm,
+                tile=tile,
+            )
+        run = hopper.linear_swiglu_hopper if self.product.kind == "gate" else hopper.normed_linear_hopper
+        return lambda weight: run(self.x, weight, squares=self.squares, eps=1e-6, tile=tile)
+
+    def check(self, run: Run) -> None:
+        """Hold a run against the reference. Raises `AssertionError`."""
+        weight = self.weight()
+        self.residual.normal_()
+        before = self.residual.clone()
+        given = run(weight)
+        if self.product.kind == "out":
+            wanted = added_linear_ref(self.x, weight, residual=before, norm_weight=self.norm)
+            torch.testing.assert_close(self.residual, before, rtol=2e-5, atol=2e-5)
+            torch.testing.assert_close(given[1].sum(0), wanted[1].sum(0), rtol=2e-5, atol=2e-5)
+            given, want = given[0], wanted[0]
+        else:
+            reference = linear_swiglu_ref if self.product.kind == "gate" else normed_linear_ref
+            want = reference(self.x, weight, squares=self.squares, eps=1e-6)
+        scale = want.float().abs().max()
+        torch.testing.assert_close(given.float() / scale, want.float() / scale, **LIMIT)
+
+
+def measure(model: str, product: Product, rows: int, failures: Failures, args: argparse.Namespace) -> None:
+    """A line for every way to run one product."""
+    from onela.ops.linear import joined_hopper as hopper
+
+    problem = Problem(product, rows)
+    mode = {"in": hopper.PLAIN, "gate": hopper.GATED, "out": hopper.ADDED}[product.kind]
+    size = product.size // 2 if product.kind == "gate" else product.size
+    arms: dict[str, Run] = {"apart": problem.apart, "joined": problem.joined(None)}
+    if args.tiles:
+        for tile in hopper.TILES[mode]:
+            if mode != hopper.ADDED or size % tile.columns == 0:
+                arms[f"{64 * tile.groups}x{tile.columns}"] = problem.joined(tile)
+    weights = [problem.weight() for _ in range(WEIGHTS)]
+    ideal = 2 * rows * product.size * product.depth / args.peak / 1e6
+    case = {"model": model, "product": product.name, "rows": rows, "dtype": "bfloat16"}
+    for arm, run in arms.items():
+        try:
+            if arm != "apart":
+                problem.check(run)
+            calls = [lambda run=run, weight=weight: run(weight) for weight in weights]
+            times = [taken / WEIGHTS for taken in time_graph(calls, samples=args.samples, target_us=1000)]
+        except Exception as error:  # the other arms are still worth their time
+            failures.add(f"{product.name} {rows} {arm}", repr(error))
+            continue
+        value = statistics.median(times)
+        append_result(
+            "products", arm=arm, case=case, metric="time", unit="us", value=value, spread=[min(times), max(times)],
+            floor=ideal, out=args.out, commit=args.commit,
+        )  # fmt: skip
+        print(f"{model} {product.name:12s} {rows:5d} rows  {arm:10s} {value:7.2f} us", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--rows", type=int, nargs="+", default=[256, 1024, 4096])
+    parser.add_argument("--tiles", action="store_true", help="every tile, not the chosen one alone")
+    parser.add_argument("--peak", type=float, default=790.0, help="TFLOP/s that the floor is made of")
+    parser.add_argument("--samples", type=int, default=7)
+    parser.add_argument("--commit", help="the commit that is measured, where there is no checkout")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    print(machine(), flush=True)
+    failures = Failures()
+    for model in args.models:
+        for rows in args.rows:
+            for product in MODELS[model]:
+                measure(model, product, rows, failures, args)
+                torch.cuda.empty_cache()
+    failures.exit()
+
+
+if __name__ == "__main__":
+    main()
