@@ -177,18 +177,32 @@ def state_sizes(engine: Engine) -> dict[str, int]:
 
 
 def kernel_times(run: Callable[[], object]) -> dict[str, tuple[float, int]]:
-    """Microseconds and calls of every kernel of a run on the GPU, by name, as torch's profiler sees them."""
+    """Microseconds and calls of every kernel of a run on the GPU, by name, as torch's profiler sees them.
+
+    A kernel that began while others ran, to wait for them, counts from when they had ended.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             run()
             torch.cuda.synchronize()
-        events = profile.key_averages()
-    return {
-        event.key: (event.self_device_time_total, event.count)
-        for event in events
-        if event.self_device_time_total > 0 and not re.search(r"^(Memcpy|Memset|Activity)", event.key)
-    }
+        spans = [
+            (event.name, event.time_range.start, event.time_range.end)
+            for event in profile.events()
+            if event.device_type.name == "CUDA"
+        ]
+    return times_apart([span for span in spans if not re.search(r"^(Memcpy|Memset|Activity)", span[0])])
+
+
+def times_apart(spans: Sequence[tuple[str, float, float]]) -> dict[str, tuple[float, int]]:
+    """Time and number of spans (name, start, end) by name; each counts from the last end of those before it."""
+    found: dict[str, tuple[float, int]] = {}
+    ended = float("-inf")
+    for name, start, end in sorted(spans, key=lambda span: span[2]):
+        taken, count = found.get(name, (0.0, 0))
+        found[name] = taken + max(0.0, end - max(start, ended)), count + 1
+        ended = max(ended, end)
+    return found
 
 
 def part_of(kernel: str) -> str:

@@ -15,7 +15,7 @@ import bench.crossover
 import bench.decode
 from bench.decode import parse_shape
 from bench.report import format_value
-from onela.bench.decode import part_of
+from onela.bench.decode import part_of, times_apart
 from onela.bench.operator import step_inputs, tree
 
 TINY = ["--device", "cpu", "--tiny"]
@@ -49,6 +49,11 @@ def run(monkeypatch: pytest.MonkeyPatch, module: Any, path: Path, *words: str) -
 )
 def test_kernels_and_what_they_are_for(kernel: str, part: str) -> None:
     assert part_of(kernel) == part
+
+
+def test_kernels_that_wait_for_others_do_not_count_twice() -> None:
+    spans = [("a", 0.0, 10.0), ("b", 4.0, 15.0), ("a", 16.0, 20.0), ("c", 5.0, 9.0), ("a", 19.0, 22.0)]
+    assert times_apart(spans) == {"a": (1.0 + 4.0 + 2.0, 3), "b": (5.0, 1), "c": (4.0, 1)}
 
 
 @pytest.mark.parametrize("text", ["4", "x256", "4x", "0x8", "4x256x2"])
