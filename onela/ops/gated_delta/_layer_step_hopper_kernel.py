@@ -21,18 +21,23 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from onela.ops.gated_delta._replay_hopper_kernel import (
     FAR,
     L2NORM_EPS,
+    copy_ahead,
     copy_half_rows,
     copy_rows,
+    copy_state,
     gated_norm,
     key_dots,
+    load_decays,
     load_delta,
     load_stages,
     prefetch_rows,
     product,
+    refill,
+    request_at,
     sigmoid,
     silu,
-    state_rows,
-    to_pieces,
+    suffix_decays,
+    take_apart,
     widen,
 )
 from onela.ops.gated_delta._replay_hopper_layouts import (
@@ -76,22 +81,6 @@ def copy_stage(ring, place, n, index, base, stride, S: gl.constexpr, G: gl.const
             copy_rows(dst, base[7], at.to(gl.int64) * G.HVV, at >= 0, PIECE)
         else:
             copy_half_rows(dst, base[7], at, (S - G.DELTAS) % 2, G)
-
-
-@gluon.jit
-def copy_ahead(ring, place, n, indices, base, stride, S: gl.constexpr, G: gl.constexpr):
-    """Start the copy of stage S, counted from the first one of the tile of rows n on into the next two tiles."""
-    AT: gl.constexpr = S % G.STAGES
-    TILE: gl.constexpr = S // G.STAGES
-    copy_stage(ring, place, n + TILE * G.BW, indices[TILE], base, stride, AT, G)
-    async_copy.commit_group()
-
-
-@gluon.jit
-def refill(ring, place, n, indices, base, stride, S: gl.constexpr, G: gl.constexpr):
-    """Stage S has been read: start the copy that is RING stages on in its place. Returns the next place."""
-    copy_ahead(ring, place, n, indices, base, stride, S + G.RING, G)
-    return (place + 1) % G.RING
 
 
 @gluon.jit
@@ -239,7 +228,7 @@ def convolve(ring, place, n, indices, base, stride, taps, slot, owner, G: gl.con
         added = ()
         for part in gl.static_range(3):
             x = widen(load_stages(ring, place, 1, CONV, G)[0])
-            place = refill(ring, place, n, indices, base, stride, 3 * i + part, G)
+            place = refill(copy_stage, ring, place, n, indices, base, stride, 3 * i + part, 1, G)
             w = taps.index(part * TAPS + TAPS - 1 - PAST + i).load(CHANNEL)
             added = added + (sums[part] + x * w[None, :],)
         sums = added
@@ -319,7 +308,6 @@ def gated_delta_layer_step_hopper_kernel(
     DOT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=MMA, k_width=2)
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dots_layout(NW), k_width=2)
     STATE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    STATE_COPY: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [NW, 1], [1, 0])
     REQUESTS: gl.constexpr = gl.BlockedLayout([BPAD // 32], [32], [NW], [0])
 
     pid = gl.program_id(0)
@@ -367,24 +355,13 @@ def gated_delta_layer_step_hopper_kernel(
 
     start = first
     while start < last:
-        # The rows [start, end) belong to one request, or lie past the last one (then its prompt is PAD).
-        end = gl.minimum(gl.min(gl.where(ends > start, ends, FAR), axis=0), last)
-        request = gl.sum((ends <= start).to(gl.int32), axis=0)
-        prompt = gl.max(gl.where(requests == request, prompts, -1), axis=0)
+        request, end, prompt = request_at(start, last, ends, requests, prompts)
         live = prompt >= 0
         live_end = gl.where(live, end, start)
         stride = (s_x.to(gl.int64), s_z.to(gl.int64), live_end)
 
-        v_rows = state_rows(STATE_COPY)
-        cols = gl.arange(0, 128, layout=gl.SliceLayout(0, STATE_COPY))
         p_block = p_state + (gl.maximum(prompt, 0).to(gl.int64) * HV + i_hv) * (2 * 128 * 128)
-        for half in gl.static_range(2):
-            async_copy.async_copy_global_to_shared(
-                state.index(half),
-                p_block + half * 128 * 128 + (v_rows * 128)[:, None] + cols[None, :],
-                mask=(v_rows >= 0)[:, None] & live,
-            )
-        async_copy.commit_group()
+        copy_state(state, p_block, live, 128, 128, NW)
         depth = gl.to_tensor(0)
         if T > 0:
             depth = gl.load(p_depths + request, mask=live, other=0).to(gl.int32)
@@ -415,7 +392,7 @@ def gated_delta_layer_step_hopper_kernel(
         b_a = gl.load(p_a + n.to(gl.int64) * s_a + i_hv, mask=n < live_end, other=0.0)
         b_b = gl.load(p_b + n.to(gl.int64) * s_b + i_hv, mask=n < live_end, other=0.0)
         for s in gl.static_range(RING):
-            copy_ahead(ring, s, n, (index, index_1), base, stride, s, G)
+            copy_ahead(copy_stage, ring, s, n, (index, index_1), base, stride, s, G)
         if start > first:
             async_copy.wait_group(RING)
             fence_async_shared()
@@ -429,7 +406,7 @@ def gated_delta_layer_step_hopper_kernel(
             xq = ring.index((place + 1) % RING).load(OPERAND)
             xk = ring.index((place + 2) % RING).load(OPERAND)
             for part in gl.static_range(3):
-                place = refill(ring, place, n, indices, base, stride, G.OWN + part, G)
+                place = refill(copy_stage, ring, place, n, indices, base, stride, G.OWN + part, 1, G)
 
             # One product for both: a warp's tile is [8 rows of q; 8 rows of k]. The small ones come first, or they
             # would wait for it.
@@ -454,37 +431,29 @@ def gated_delta_layer_step_hopper_kernel(
             b_g = rate * (gl.maximum(x, 0.0) + gl.log(1.0 + gl.exp(-gl.abs(x))))
             b_beta = sigmoid(b_b.to(gl.float32))
             b_z = load_stages(ring, place, 1, PIECE, G)[0]
-            place = refill(ring, place, n, indices, base, stride, G.GATE, G)
+            place = refill(copy_stage, ring, place, n, indices, base, stride, G.GATE, 1, G)
             if T == 0:
                 gate = scaled_silu_pairs(widen(b_z) * MINUS_LOG2E)
             elif T == 1:
                 gate = silu(b_z)
-            decays = ()
-            for j in gl.static_range(T):
-                at = index[1 + j]
-                p_decay = p_records_g + at.to(gl.int64) * HV + i_hv
-                decays = decays + (gl.load(p_decay, mask=at >= 0, other=0.0),)
+            decays = load_decays(p_records_g, index, i_hv, HV, T)
             coefficients = ()
             for j in gl.static_range(T):
                 keys = load_stages(ring, place, 1, OPERAND, G)
-                place = refill(ring, place, n, indices, base, stride, G.KEYS + j, G)
+                place = refill(copy_stage, ring, place, n, indices, base, stride, G.KEYS + j, 1, G)
                 coefficients = coefficients + key_dots(lefts, keys, 1, NW)
-            # Decays as suffix sums of g, so that nothing is ever divided by a decay.
-            decay = b_g
-            fades = ()
-            for i in gl.static_range(T):
-                fades = fades + (gl.exp(decay),)
-                decay = decay + decays[T - 1 - i]
-            decay = gl.exp(decay)
+            fades, fade = suffix_decays(b_g, decays, T)
 
             acc, _a = warpgroup_mma_wait(0, deps=[acc, operand])
-            uq, uk = acc.reshape([NW, 2, 8, 128]).permute(0, 2, 3, 1).split()
-            uq = to_pieces(uq.reshape([BW, 128]), BW, NW) * (q_scale * decay)[:, None]
-            uk = to_pieces(uk.reshape([BW, 128]), BW, NW) * (k_scale * decay)[:, None]
+            uq, uk = take_apart(acc, BW, NW)
+            uq = uq * (q_scale * fade)[:, None]
+            uk = uk * (k_scale * fade)[:, None]
             for j in gl.static_range(T):
                 delta = load_delta(ring, place, G)
                 for i in gl.static_range(DS):
-                    place = refill(ring, place, n, indices, base, stride, G.DELTAS + j * DS + i, G)
+                    place = refill(
+                        copy_stage, ring, place, n, indices, base, stride, G.DELTAS + j * DS + i, 1, G
+                    )
                 fade = fades[T - 1 - j]
                 uq += delta * (coefficients[2 * j] * q_scale * fade)[:, None]
                 uk += delta * (coefficients[2 * j + 1] * k_scale * fade)[:, None]

@@ -87,11 +87,14 @@ def copy_stage(ring, place, n, index, base, stride, S: gl.constexpr, G: gl.const
 
 
 @gluon.jit
-def copy_ahead(ring, place, n, indices, base, stride, S: gl.constexpr, G: gl.constexpr):
-    """Start the copy of stage S, counted from the first one of the tile of rows n on into the next two tiles."""
+def copy_ahead(COPY: gl.constexpr, ring, place, n, indices, base, stride, S: gl.constexpr, G: gl.constexpr):
+    """Start the copy of stage S, counted from the first one of the tile of rows n on into the next two tiles.
+
+    COPY is the kernel's `copy_stage`: which rows a stage holds.
+    """
     AT: gl.constexpr = S % G.STAGES
     TILE: gl.constexpr = S // G.STAGES
-    copy_stage(ring, place, n + TILE * G.BW, indices[TILE], base, stride, AT, G)
+    COPY(ring, place, n + TILE * G.BW, indices[TILE], base, stride, AT, G)
     async_copy.commit_group()
 
 
@@ -134,10 +137,21 @@ def load_delta(ring, place, G: gl.constexpr):
 
 
 @gluon.jit
-def refill(ring, place, n, indices, base, stride, S: gl.constexpr, COUNT: gl.constexpr, G: gl.constexpr):
+def refill(
+    COPY: gl.constexpr,
+    ring,
+    place,
+    n,
+    indices,
+    base,
+    stride,
+    S: gl.constexpr,
+    COUNT: gl.constexpr,
+    G: gl.constexpr,
+):
     """Stages S.. have been read: start the copies that are RING stages on in their places. Returns the next place."""
     for i in gl.static_range(COUNT):
-        copy_ahead(ring, (place + i) % G.RING, n, indices, base, stride, S + i + G.RING, G)
+        copy_ahead(COPY, ring, (place + i) % G.RING, n, indices, base, stride, S + i + G.RING, G)
     return (place + COUNT) % G.RING
 
 
@@ -268,6 +282,67 @@ def to_pieces(u, BW: gl.constexpr, NW: gl.constexpr):
 
 
 @gluon.jit
+def request_at(start, last, ends, requests, prompts):
+    """The request of the row `start`, up to which row it is the program's, and its prompt.
+
+    Rows past the last request are one more, whose prompt is PAD.
+    """
+    end = gl.minimum(gl.min(gl.where(ends > start, ends, FAR), axis=0), last)
+    request = gl.sum((ends <= start).to(gl.int32), axis=0)
+    prompt = gl.max(gl.where(requests == request, prompts, -1), axis=0)
+    return request, end, prompt
+
+
+@gluon.jit
+def copy_state(state, p_block, live, K: gl.constexpr, V: gl.constexpr, NW: gl.constexpr):
+    """Start the copy of 128 rows of both halves of a head's state; zeros when it is not live."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [NW, 1], [1, 0])
+    KB: gl.constexpr = K // 128
+    v_rows = state_rows(LAYOUT)
+    cols = gl.arange(0, 128, layout=gl.SliceLayout(0, LAYOUT))
+    for half in gl.static_range(2):
+        for b in gl.static_range(KB):
+            async_copy.async_copy_global_to_shared(
+                state.index(half * KB + b),
+                p_block + (half * V * K + b * 128) + (v_rows * K)[:, None] + cols[None, :],
+                mask=(v_rows >= 0)[:, None] & live,
+            )
+    async_copy.commit_group()
+
+
+@gluon.jit
+def load_decays(p_records_g, index, i_hv, HV: gl.constexpr, T: gl.constexpr):
+    """The log decay of every ancestor, oldest first; zeros where there is none."""
+    decays = ()
+    for j in gl.static_range(T):
+        at = index[1 + j]
+        p_decay = p_records_g + at.to(gl.int64) * HV + i_hv
+        decays = decays + (gl.load(p_decay, mask=at >= 0, other=0.0),)
+    return decays
+
+
+@gluon.jit
+def suffix_decays(b_g, decays, T: gl.constexpr):
+    """What is left of each ancestor's delta, newest first, and of the prompt's state.
+
+    As suffix sums of g, so that nothing is ever divided by a decay.
+    """
+    decay = b_g
+    fades = ()
+    for i in gl.static_range(T):
+        fades = fades + (gl.exp(decay),)
+        decay = decay + decays[T - 1 - i]
+    return fades, gl.exp(decay)
+
+
+@gluon.jit
+def take_apart(acc, BW: gl.constexpr, NW: gl.constexpr):
+    """The product's rows of q and of k, in piece_layout."""
+    uq, uk = acc.reshape([NW, 2, 8, 128]).permute(0, 2, 3, 1).split()
+    return to_pieces(uq.reshape([BW, 128]), BW, NW), to_pieces(uk.reshape([BW, 128]), BW, NW)
+
+
+@gluon.jit
 def sigmoid(x):
     """By hand: a full division and an exponential with subnormals would take three times the instructions."""
     return gl.inline_asm_elementwise(
@@ -368,7 +443,6 @@ def gated_delta_replay_hopper_kernel(
     )
     DOT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=MMA, k_width=2)
     STATE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    STATE_COPY: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [NW, 1], [1, 0])
     REQUESTS: gl.constexpr = gl.BlockedLayout([BPAD // 32], [32], [NW], [0])
 
     pid = gl.program_id(0)
@@ -391,23 +465,10 @@ def gated_delta_replay_hopper_kernel(
 
     start = first
     while start < last:
-        # The rows [start, end) belong to one request, or lie past the last one (then its prompt is PAD).
-        end = gl.minimum(gl.min(gl.where(ends > start, ends, FAR), axis=0), last)
-        request = gl.sum((ends <= start).to(gl.int32), axis=0)
-        prompt = gl.max(gl.where(requests == request, prompts, -1), axis=0)
+        _request, end, prompt = request_at(start, last, ends, requests, prompts)
         live_end = gl.where(prompt >= 0, end, start)
-
-        v_rows = state_rows(STATE_COPY)
-        cols = gl.arange(0, 128, layout=gl.SliceLayout(0, STATE_COPY))
         p_block = p_state + (gl.maximum(prompt, 0).to(gl.int64) * HV + i_hv) * (2 * V * K) + i_v * (128 * K)
-        for half in gl.static_range(2):
-            for b in gl.static_range(KB):
-                async_copy.async_copy_global_to_shared(
-                    state.index(half * KB + b),
-                    p_block + (half * V * K + b * 128) + (v_rows * K)[:, None] + cols[None, :],
-                    mask=(v_rows >= 0)[:, None] & (prompt >= 0),
-                )
-        async_copy.commit_group()
+        copy_state(state, p_block, prompt >= 0, K, V, NW)
         n = start + gl.arange(0, BW, layout=ROW)
         index = load_index(p_slots, p_ancestors, s_ancestors, n, live_end, T)
         index_1 = load_index(p_slots, p_ancestors, s_ancestors, n + BW, live_end, T)
@@ -426,7 +487,7 @@ def gated_delta_replay_hopper_kernel(
         b_beta = gl.load(p_beta + n.to(gl.int64) * s_beta + i_hv, mask=n < live_end, other=0.0)
         b_g, b_beta = live_gates(b_g, b_beta, index[0])
         for s in gl.static_range(RING):
-            copy_ahead(ring, s, n, (index, index_1), base, stride, s, G)
+            copy_ahead(copy_stage, ring, s, n, (index, index_1), base, stride, s, G)
         async_copy.wait_group(RING)
         fence_async_shared()
         gl.thread_barrier()
@@ -453,7 +514,7 @@ def gated_delta_replay_hopper_kernel(
                         out = gl.arange(0, 128, layout=gl.SliceLayout(0, PIECE))
                         p_key = base[3] + b * 128 + (index[0].to(gl.int64) * G.HK)[:, None] + out[None, :]
                         gl.store(p_key, key, mask=(index[0] >= 0)[:, None])
-            place = refill(ring, place, n, indices, base, stride, 0, 2 * KB, G)
+            place = refill(copy_stage, ring, place, n, indices, base, stride, 0, 2 * KB, G)
             # One product for both: a warp's tile is [8 rows of q; 8 rows of k].
             operands = ()
             for b in gl.static_range(KB):
@@ -473,46 +534,36 @@ def gated_delta_replay_hopper_kernel(
             k_scale = gl.rsqrt(kk + L2NORM_EPS)
             qk = qk * q_scale * k_scale
 
-            decays = ()
-            for j in gl.static_range(T):
-                at = index[1 + j]
-                p_decay = p_records_g + at.to(gl.int64) * HV + i_hv
-                decays = decays + (gl.load(p_decay, mask=at >= 0, other=0.0),)
+            decays = load_decays(p_records_g, index, i_hv, HV, T)
             coefficients = ()
             for j in gl.static_range(T):
                 keys = load_stages(ring, place, KB, OPERAND, G)
-                place = refill(ring, place, n, indices, base, stride, G.KEYS + j * KB, KB, G)
+                place = refill(copy_stage, ring, place, n, indices, base, stride, G.KEYS + j * KB, KB, G)
                 coefficients = coefficients + key_dots(lefts, keys, KB, NW)
-            # Decays as suffix sums of g, so that nothing is ever divided by a decay.
-            decay = b_g
-            weights = ()
-            for i in gl.static_range(T):
-                weights = weights + (gl.exp(decay),)
-                decay = decay + decays[T - 1 - i]
-            decay = gl.exp(decay)
+            fades, fade = suffix_decays(b_g, decays, T)
 
             if KB == 1:
                 acc, _a = warpgroup_mma_wait(0, deps=[acc, operands[0]])
             else:
                 acc, _a, _b = warpgroup_mma_wait(0, deps=[acc, operands[0], operands[1]])
-            uq, uk = acc.reshape([NW, 2, 8, 128]).permute(0, 2, 3, 1).split()
-            uq = to_pieces(uq.reshape([BW, 128]), BW, NW) * (q_scale * decay)[:, None]
-            uk = to_pieces(uk.reshape([BW, 128]), BW, NW) * (k_scale * decay)[:, None]
+            uq, uk = take_apart(acc, BW, NW)
+            uq = uq * (q_scale * fade)[:, None]
+            uk = uk * (k_scale * fade)[:, None]
             for j in gl.static_range(T):
                 delta = load_delta(ring, place, G)
-                place = refill(ring, place, n, indices, base, stride, G.DELTAS + j * DS, DS, G)
-                weight = weights[T - 1 - j]
-                uq += delta * (coefficients[2 * j] * q_scale * weight)[:, None]
-                uk += delta * (coefficients[2 * j + 1] * k_scale * weight)[:, None]
+                place = refill(copy_stage, ring, place, n, indices, base, stride, G.DELTAS + j * DS, DS, G)
+                fade = fades[T - 1 - j]
+                uq += delta * (coefficients[2 * j] * q_scale * fade)[:, None]
+                uk += delta * (coefficients[2 * j + 1] * k_scale * fade)[:, None]
             b_v = widen(load_stages(ring, place, 1, PIECE, G)[0])
-            place = refill(ring, place, n, indices, base, stride, G.LAST, 1, G)
+            place = refill(copy_stage, ring, place, n, indices, base, stride, G.LAST, 1, G)
             delta = b_beta[:, None] * (b_v - uk)
             b_o = uq + delta * qk[:, None]
             out = gl.arange(0, 128, layout=gl.SliceLayout(0, PIECE))
             if NORM:
                 b_weight = gl.load(p_norm_weight + out)
                 b_z = load_stages(ring, place, 1, PIECE, G)[0]
-                place = refill(ring, place, n, indices, base, stride, G.LAST + 1, 1, G)
+                place = refill(copy_stage, ring, place, n, indices, base, stride, G.LAST + 1, 1, G)
                 b_o = gated_norm(b_o, silu(b_z), b_weight, norm_eps, V)
             p_rows = p_o + (n.to(gl.int64) * G.HVV + column)[:, None] + out[None, :]
             gl.store(p_rows, b_o.to(p_o.dtype.element_ty), mask=(n < end)[:, None])
