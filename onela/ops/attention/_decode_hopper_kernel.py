@@ -4,7 +4,12 @@ A program stays on its multiprocessor and takes one tile after another: 128 rows
 one request and key head, over one split of its prompt. Two warpgroups compute, 64 rows each, each at its own
 pace, so that one's softmax runs beside the other's products. A third one brings in what they need, ahead of
 them and across the border between two tiles, through one ring of equal stages in shared memory: one of its
-warps streams the prompt's pages (copy engine), two gather rows (cp.async) and write the records.
+warps streams the prompt's pages (copy engine), two gather rows (cp.async), one writes the records. Which row of
+memory each own key comes from is looked up before its stage is free, an address for each.
+
+Of two splits, the second's program waits for what the first's leaves in device memory, and adds it to its own. The
+first's has the lower number, so it has begun before, and waits for nobody. More splits leave their parts for a launch
+of its own.
 
 Units of a tile, in order: first 64 keys of the prompt that may be incomplete, then whole ones, by the copy
 engine from their pages; then the beams' own keys, gathered row by row. Of an own stage each
@@ -36,7 +41,8 @@ ROWS = gl.constexpr(64)
 UNIT = gl.constexpr(64)
 OWN_UNIT = gl.constexpr(32)
 # What the gathering warps tell a computing warpgroup about a tile.
-N_PROMPT, N_OWN, FIRST_OWN, LIMIT, START, ROW0, WIDTH, NUM_INFO = (gl.constexpr(i) for i in range(8))
+N_PROMPT, N_OWN, FIRST_OWN, LIMIT, START, ROW0, WIDTH = (gl.constexpr(i) for i in range(7))
+NUM_INFO = gl.constexpr(8)
 
 
 @gluon.constexpr_function
@@ -74,14 +80,21 @@ def _turn(place, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _tiles(p_cu_rows, B, G: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_B: gl.constexpr):
-    """Tiles up to the end of each request."""
+def _tiles(p_cu_rows, B, G: gl.constexpr, BLOCK_B: gl.constexpr):
+    """Each request's number, its first row, the row past its last, and its tiles."""
     LIST: gl.constexpr = gl.BlockedLayout([BLOCK_B // 32], [32], [gl.num_warps()], [0])
     o_b = gl.arange(0, BLOCK_B, layout=LIST)
     low = gl.load(p_cu_rows + o_b, mask=o_b < B, other=0)
     high = gl.load(p_cu_rows + o_b + 1, mask=o_b < B, other=0)
-    tiles = ((high - low) * G + BLOCK_M - 1) // BLOCK_M
-    return o_b, tiles, gl.associative_scan(tiles, 0, _add)
+    return o_b, low, high, ((high - low) * G + 2 * ROWS - 1) // (2 * ROWS)
+
+
+@gluon.jit
+def _count_items(batch, HKV: gl.constexpr, G: gl.constexpr, SPLITS: gl.constexpr, BLOCK_B: gl.constexpr):
+    """Tiles of all requests, and what the programs share among themselves: tiles by head and split."""
+    _o_b, _low, _high, tiles = _tiles(batch[2], batch[6], G, BLOCK_B)
+    num_tiles = gl.sum(tiles, 0)
+    return num_tiles, num_tiles * HKV * SPLITS
 
 
 @gluon.jit
@@ -91,16 +104,19 @@ def _tile(
 ):  # fmt: skip
     """Where an item's rows stand, and which units of its prompt and of the beams' own keys are its split's."""
     p_page_table, p_prompt_lens, p_cu_rows, p_prompts, p_depths, stride_table, B = batch
-    o_b, tiles, ends = _tiles(p_cu_rows, B, G, 2 * ROWS, BLOCK_B)
+    o_b, low, high, tiles = _tiles(p_cu_rows, B, G, BLOCK_B)
+    prompts = gl.load(p_prompts + o_b, mask=o_b < B, other=-1)
+    depths = gl.load(p_depths + o_b, mask=o_b < B, other=0)
+    ends = gl.associative_scan(tiles, 0, _add)
     tile = item % gl.maximum(num_tiles, 1)
     i_h = (item // gl.maximum(num_tiles, 1)) % HKV
     i_s = item // gl.maximum(num_tiles * HKV, 1)
-    r = gl.minimum(gl.sum((ends <= tile).to(gl.int32), 0), B - 1)
-    start = (tile - gl.sum(gl.where(o_b == r, ends - tiles, 0), 0)) * (2 * ROWS)
-    row0 = gl.load(p_cu_rows + r)
-    width = gl.load(p_cu_rows + r + 1) - row0
-    prompt = gl.load(p_prompts + r).to(gl.int64)
-    depth = gl.load(p_depths + r)
+    here = (ends > tile) & (ends - tiles <= tile)
+    start = (tile - gl.sum(gl.where(here, ends - tiles, 0), 0)) * (2 * ROWS)
+    row0 = gl.sum(gl.where(here, low, 0), 0)
+    width = gl.sum(gl.where(here, high - low, 0), 0)
+    prompt = gl.sum(gl.where(here, prompts, 0), 0).to(gl.int64)
+    depth = gl.sum(gl.where(here, depths, 0), 0)
     served = prompt >= 0
     length = gl.load(p_prompt_lens + prompt, mask=served, other=0)
     # An own unit counts as half of a unit of the prompt.
@@ -161,43 +177,57 @@ def _wait_for(granted, stage, grants):
 
 @gluon.jit
 def _stream(
-    streams, batch, num_tiles, shared, HKV: gl.constexpr, G: gl.constexpr, PAGE: gl.constexpr,
+    streams, batch, shared, HKV: gl.constexpr, G: gl.constexpr, PAGE: gl.constexpr,
     OWN: gl.constexpr, SPLITS: gl.constexpr, BLOCK_B: gl.constexpr,
 ):  # fmt: skip
     """The warp that brings in the prompts' units, but for the values of an incomplete one."""
     k_desc, v_desc = streams
-    _q_tile, ring, _own_list, _info, full, empty, granted, _q_full, _q_empty = shared
+    _q_tile, ring, _own_list, _lists, _info, full, empty, granted, _q_full, _q_empty = shared
     STAGES: gl.constexpr = ring.shape[0]
     D: gl.constexpr = ring.shape[2]
+    num_tiles, items = _count_items(batch, HKV, G, SPLITS, BLOCK_B)
     place = 0
-    for item in range(gl.program_id(0), num_tiles * HKV * SPLITS, gl.num_programs(0)):
-        rows, pages, num_prompt, num_own, _first_own = _tile(
-            item, num_tiles, batch, HKV, G, OWN, SPLITS, BLOCK_B
-        )
+    rows, pages, num_prompt, num_own, _first_own = _tile(
+        gl.program_id(0), num_tiles, batch, HKV, G, OWN, SPLITS, BLOCK_B
+    )
+    token = _place(0, pages, PAGE)
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
         column = rows[5] * D
         whole = pages[4] == UNIT
-        token = _place(0, pages, PAGE)
+        next_rows = rows
+        next_pages = pages
+        next_prompt = num_prompt
+        next_own = num_own
+        next_token = token
         _copy(k_desc, token, column, ring, full, empty, place)
-        for u in range(1, num_prompt):
-            after = _place(u, pages, PAGE)
-            _copy(k_desc, after, column, ring, full, empty, place + 2 * u - 1)
+        for u in range(1, num_prompt + 1):
+            after = token
+            if u < num_prompt:
+                after = _place(u, pages, PAGE)
+                _copy(k_desc, after, column, ring, full, empty, place + 2 * u - 1)
+            elif num_own > 0:
+                _grant(granted, empty, place + 2 * u - 1, STAGES)
+            v_place = place + 2 * u - ((u == num_prompt) & (num_own == 0)).to(gl.int32)
             if (u > 1) | whole:
-                _copy(v_desc, token, column, ring, full, empty, place + 2 * u)
+                _copy(v_desc, token, column, ring, full, empty, v_place)
             else:
-                _grant(granted, empty, place + 2 * u, STAGES)
+                _grant(granted, empty, v_place, STAGES)
             token = after
-        place += 2 * num_prompt - 1
-        if num_own > 0:
-            _grant(granted, empty, place, STAGES)
-            place += 1
-        if (num_prompt > 1) | whole:
-            _copy(v_desc, token, column, ring, full, empty, place)
-        else:
-            _grant(granted, empty, place, STAGES)
-        place += 1
+            if (u == 1) & (item + gl.num_programs(0) < items):
+                # The next tile is looked up while the ring is full.
+                next_rows, next_pages, next_prompt, next_own, _first_own = _tile(
+                    item + gl.num_programs(0), num_tiles, batch, HKV, G, OWN, SPLITS, BLOCK_B
+                )
+                next_token = _place(0, next_pages, PAGE)
+        place += 2 * num_prompt + (num_own > 0).to(gl.int32)
         for _ in range(2 * num_own - 1):
             _grant(granted, empty, place, STAGES)
             place += 1
+        rows = next_rows
+        pages = next_pages
+        num_prompt = next_prompt
+        num_own = next_own
+        token = next_token
 
 
 @gluon.jit
@@ -233,54 +263,56 @@ def _gather_prompt(
 
 
 @gluon.jit
-def _gather_own(
-    own, sources, p_new, stride_new, p_records, i_h, HKV: gl.constexpr, CP: gl.constexpr, PART: gl.constexpr
+def _own_keys(
+    o_l, unit, sources, tile, OWN: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr
 ):
-    """A warpgroup's own unit: each row from where its list says, zeros where there is none."""
-    D: gl.constexpr = own.shape[1]
-    o_d = gl.arange(0, D, layout=gl.SliceLayout(0, CP))
-    for part in gl.static_range(OWN_UNIT // PART):
-        source = sources.slice(part * PART, PART).load(gl.SliceLayout(1, CP)).to(gl.int64)
-        new = p_new + (-2 - source) * stride_new + i_h * D
-        at = gl.where(source < 0, new, p_records + (source * HKV + i_h) * D)
-        mask = (source != -1)[:, None] & (o_d < D)[None, :]
-        async_copy.async_copy_global_to_shared(
-            own.slice(part * PART, PART), at[:, None] + o_d[None, :], mask=mask
-        )
+    """Addresses of an own unit's keys and values, the two warpgroups' one after the other; 0 where there is none."""
+    p_k, p_v, p_records_k, p_records_v, p_slots, p_ancestors, stride_k, stride_v, stride_ancestors = sources
+    start, row0, width_served, depth, i_h = tile
+    e = unit * OWN_UNIT + o_l % OWN_UNIT
+    j = e // OWN
+    beam = (start + (o_l // OWN_UNIT) * ROWS) // G + e % OWN
+    inside = (j <= depth) & (beam < width_served)
+    row = (row0 + beam).to(gl.int64)
+    slot = gl.load(p_slots + row, mask=inside, other=-1)
+    source = gl.load(p_ancestors + row * stride_ancestors + j, mask=inside & (j < depth), other=-1)
+    record = (source.to(gl.int64) * HKV + i_h) * D
+    k_at = gl.where(j == depth, p_k + (row * stride_k + i_h * D), p_records_k + record).to(
+        gl.int64, bitcast=True
+    )
+    v_at = gl.where(j == depth, p_v + (row * stride_v + i_h * D), p_records_v + record).to(
+        gl.int64, bitcast=True
+    )
+    there = (slot >= 0) & ((j == depth) | (source >= 0))
+    return gl.where(there, k_at, 0), gl.where(there, v_at, 0)
 
 
 @gluon.jit
-def _write_records(
-    p_k, p_v, stride_k, stride_v, p_records_k, p_records_v, p_slots, start, row0, width_served, i_h,
-    HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, CP: gl.constexpr, PART: gl.constexpr,
-):  # fmt: skip
-    """New keys and values of the beams whose rows begin in this tile, to their slots."""
+def _gather_own(own, addresses, CP: gl.constexpr):
+    """An own unit: each row from its address, zeros where there is none."""
+    D: gl.constexpr = own.shape[2]
     o_d = gl.arange(0, D, layout=gl.SliceLayout(0, CP))
-    begun = (start + G - 1) // G
-    for part in range(0, (start + 2 * ROWS + G - 1) // G - begun, PART):
-        beam = begun + part + gl.arange(0, PART, layout=gl.SliceLayout(1, CP))
-        mine = (beam < width_served) & (beam * G < start + 2 * ROWS)
-        row = (row0 + beam).to(gl.int64)
-        record = gl.load(p_slots + row, mask=mine, other=-1).to(gl.int64)
-        mask = (record >= 0)[:, None] & (o_d < D)[None, :]
-        new_k = gl.load(p_k + (row * stride_k + i_h * D)[:, None] + o_d[None, :], mask=mask)
-        new_v = gl.load(p_v + (row * stride_v + i_h * D)[:, None] + o_d[None, :], mask=mask)
-        at = ((record * HKV + i_h) * D)[:, None] + o_d[None, :]
-        gl.store(p_records_k + at, new_k, mask=mask)
-        gl.store(p_records_v + at, new_v, mask=mask)
+    for group in gl.static_range(2):
+        address = addresses.slice(group * OWN_UNIT, OWN_UNIT).load(gl.SliceLayout(1, CP))
+        row = gl.multiple_of(address.to(gl.pointer_type(own.dtype), bitcast=True), 16)
+        mask = (address != 0)[:, None] & (o_d < D)[None, :]
+        async_copy.async_copy_global_to_shared(own.index(group), row[:, None] + o_d[None, :], mask=mask)
 
 
 @gluon.jit
 def _gather(
-    gathers, batch, num_tiles, shared, HKV: gl.constexpr, G: gl.constexpr, PAGE: gl.constexpr,
+    gathers, batch, shared, HKV: gl.constexpr, G: gl.constexpr, PAGE: gl.constexpr,
     OWN: gl.constexpr, SPLITS: gl.constexpr, BLOCK_B: gl.constexpr,
 ):  # fmt: skip
-    """The warps that gather rows: queries, values of incomplete units, own keys; they write the records too."""
+    """The warps that gather rows: queries, values of incomplete units, own keys; they describe each tile too."""
     (
         p_q, q_desc, p_k, p_v, p_v_cache, p_records_k, p_records_v, p_slots, p_ancestors, stride_q, stride_k, stride_v,
         stride_ancestors,
     ) = gathers  # fmt: skip
-    q_tile, ring, own_list, info, full, _empty, granted, q_full, q_empty = shared
+    q_tile, ring, own_list, lists, info, full, _empty, granted, q_full, q_empty = shared
+    sources = (p_k, p_v, p_records_k, p_records_v, p_slots, p_ancestors, stride_k, stride_v, stride_ancestors)
+    k_list = lists.index(0)
+    v_list = lists.index(1)
     STAGES: gl.constexpr = ring.shape[0]
     D: gl.constexpr = ring.shape[2]
     NW: gl.constexpr = gl.num_warps()
@@ -289,31 +321,32 @@ def _gather(
     CP: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [NW, 1], [1, 0])
     LIST: gl.constexpr = gl.BlockedLayout([1], [32], [NW], [0])
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [NW], [0])
+    CP_OWN: gl.constexpr = gl.BlockedLayout([4, 8], [32 // LANES, LANES], [NW, 1], [1, 0])
     o_p = gl.arange(0, PART, layout=gl.SliceLayout(1, CP))
     o_d = gl.arange(0, D, layout=gl.SliceLayout(0, CP))
     in_d = (o_d < D)[None, :]
-    o_l = gl.arange(0, OWN_UNIT, layout=LIST)
+    o_l = gl.arange(0, 2 * OWN_UNIT, layout=LIST)
     place = 0
     parity = 1
     grants = 0
-    item = gl.program_id(0)
-    rows, pages, num_prompt, num_own, first_own = _tile(item, num_tiles, batch, HKV, G, OWN, SPLITS, BLOCK_B)
-    for item in range(gl.program_id(0), num_tiles * HKV * SPLITS, gl.num_programs(0)):
-        start, row0, width, width_served, depth, i_h, i_s = rows
+    num_tiles, items = _count_items(batch, HKV, G, SPLITS, BLOCK_B)
+    rows, pages, num_prompt, num_own, first_own = _tile(
+        gl.program_id(0), num_tiles, batch, HKV, G, OWN, SPLITS, BLOCK_B
+    )
+    o_i = gl.arange(0, NUM_INFO, layout=ONE)
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        start, row0, width, width_served, depth, i_h, _i_s = rows
         units = num_prompt + num_own
+        # Two tiles take turns, so that this is written before the tile before has ended.
+        told = gl.where(o_i == N_PROMPT, num_prompt, gl.where(o_i == N_OWN, num_own, first_own))
+        told = gl.where(o_i == LIMIT, pages[4], gl.where(o_i == START, start, told))
+        info.index(parity).store(gl.where(o_i == ROW0, row0, gl.where(o_i == WIDTH, width, told)))
+        gl.thread_barrier()
         for group in gl.static_range(2):
             # The warpgroup is through with the queries of the tile before.
             mbarrier.wait(q_empty.index(group), parity)
-            info.index(group * NUM_INFO + N_PROMPT).store(gl.full([1], 0, gl.int32, ONE) + num_prompt)
-            info.index(group * NUM_INFO + N_OWN).store(gl.full([1], 0, gl.int32, ONE) + num_own)
-            info.index(group * NUM_INFO + FIRST_OWN).store(gl.full([1], 0, gl.int32, ONE) + first_own)
-            info.index(group * NUM_INFO + LIMIT).store(gl.full([1], 0, gl.int32, ONE) + pages[4])
-            info.index(group * NUM_INFO + START).store(gl.full([1], 0, gl.int32, ONE) + start)
-            info.index(group * NUM_INFO + ROW0).store(gl.full([1], 0, gl.int32, ONE) + row0)
-            info.index(group * NUM_INFO + WIDTH).store(gl.full([1], 0, gl.int32, ONE) + width)
             if ROWS % G == 0:
                 # Beams stand one after the other; those past the request's last are another's, or nobody's.
-                gl.thread_barrier()
                 mbarrier.expect(q_full.index(group), ROWS * D * 2)
                 tma.async_copy_global_to_shared(
                     q_desc, [row0 + (start + group * ROWS) // G, i_h * G, 0], q_full.index(group),
@@ -335,68 +368,86 @@ def _gather(
             grants = _wait_for(granted, stage, grants)
             _gather_prompt(ring.index(stage), p_v_cache, token, pages[4], i_h, HKV, CP, PART)
             _arrived(full.index(stage))
-        if i_s == SPLITS - 1:
-            _write_records(
-                p_k, p_v, stride_k, stride_v, p_records_k, p_records_v, p_slots, start, row0, width_served, i_h,
-                HKV, G, D, CP, PART,
-            )  # fmt: skip
+        tile = (start, row0, width_served, depth, i_h)
+        k_at, v_at = _own_keys(o_l, first_own, sources, tile, OWN, HKV, G, D)
         # The next tile is looked up before this one's last copies are waited for.
-        after = gl.minimum(item + gl.num_programs(0), num_tiles * HKV * SPLITS - 1)
+        after = gl.minimum(item + gl.num_programs(0), items - 1)
         rows, pages, next_prompt, next_own, next_first = _tile(
             after, num_tiles, batch, HKV, G, OWN, SPLITS, BLOCK_B
         )
         for o in range(num_own):
             u = num_prompt + o
             stage, _ = _turn(place + 2 * u - 1, STAGES)
+            # Where the next unit's keys lie is looked up while the ring is waited for.
+            next_k_at, next_v_at = _own_keys(o_l, first_own + o + 1, sources, tile, OWN, HKV, G, D)
             grants = _wait_for(granted, stage, grants)
-            own = ring.index(stage)._reinterpret(ring.dtype, [2, OWN_UNIT, D], ring.layout)
-            for group in gl.static_range(2):
-                # Where each key lies: -1 nowhere, a record, or (below -1) the row of a new key.
-                e = (first_own + o) * OWN_UNIT + o_l
-                j = e // OWN
-                beam = (start + group * ROWS) // G + e % OWN
-                inside = (j <= depth) & (beam < width_served)
-                row = (row0 + beam).to(gl.int64)
-                slot = gl.load(p_slots + row, mask=inside, other=-1)
-                source = gl.load(
-                    p_ancestors + row * stride_ancestors + j, mask=inside & (j < depth), other=-1
-                )
-                source = gl.where(j == depth, -2 - row.to(gl.int32), source)
-                own_list.index(2 * stage + group).store(gl.where(slot >= 0, source, -1))
+            own_list.index(stage).store(gl.where(k_at == 0, 0, 1))
+            k_list.store(k_at)
+            v_list.store(v_at)
             gl.thread_barrier()
-            for group in gl.static_range(2):
-                _gather_own(
-                    own.index(group),
-                    own_list.index(2 * stage + group),
-                    p_k,
-                    stride_k,
-                    p_records_k,
-                    i_h,
-                    HKV,
-                    CP,
-                    PART,
-                )
+            _gather_own(
+                ring.index(stage)._reinterpret(ring.dtype, [2, OWN_UNIT, D], ring.layout), k_list, CP_OWN
+            )
             _will_arrive(full.index(stage))
             v_stage, _ = _turn(place + gl.where(u == units - 1, 2 * u + 1, 2 * u + 2), STAGES)
             grants = _wait_for(granted, v_stage, grants)
-            own = ring.index(v_stage)._reinterpret(ring.dtype, [2, OWN_UNIT, D], ring.layout)
-            for group in gl.static_range(2):
-                _gather_own(
-                    own.index(group),
-                    own_list.index(2 * stage + group),
-                    p_v,
-                    stride_v,
-                    p_records_v,
-                    i_h,
-                    HKV,
-                    CP,
-                    PART,
-                )
+            _gather_own(
+                ring.index(v_stage)._reinterpret(ring.dtype, [2, OWN_UNIT, D], ring.layout), v_list, CP_OWN
+            )
             _will_arrive(full.index(v_stage))
+            k_at = next_k_at
+            v_at = next_v_at
         place += 2 * units
         num_prompt = next_prompt
         num_own = next_own
         first_own = next_first
+
+
+@gluon.jit
+def _record(
+    records, batch, shared, p_o, N, HKV: gl.constexpr, G: gl.constexpr, OWN: gl.constexpr, SPLITS: gl.constexpr,
+    BLOCK_B: gl.constexpr, ZERO: gl.constexpr,
+):  # fmt: skip
+    """The warp that writes new keys and values to their slots, and zeros for rows past the last request."""
+    p_k, p_v, p_records_k, p_records_v, p_slots, stride_k, stride_v = records
+    D: gl.constexpr = shared[1].shape[2]
+    LANES: gl.constexpr = min(32, D // 8)
+    PART: gl.constexpr = 4 * 32 // LANES
+    CP: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [1, 1], [1, 0])
+    o_p = gl.arange(0, PART, layout=gl.SliceLayout(1, CP))
+    o_d = gl.arange(0, D, layout=gl.SliceLayout(0, CP))
+    in_d = (o_d < D)[None, :]
+    num_tiles, items = _count_items(batch, HKV, G, SPLITS, BLOCK_B)
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        rows, _pages, _num_prompt, _num_own, _first_own = _tile(
+            item, num_tiles, batch, HKV, G, OWN, SPLITS, BLOCK_B
+        )
+        start, row0, _width, width_served, _depth, i_h, i_s = rows
+        # Beams whose rows begin in this tile; the splits take turns.
+        begun = (start + G - 1) // G
+        for part in range(i_s * PART, (start + 2 * ROWS + G - 1) // G - begun, SPLITS * PART):
+            beam = begun + part + o_p
+            mine = (beam < width_served) & (beam * G < start + 2 * ROWS)
+            row = (row0 + beam).to(gl.int64)
+            record = gl.load(p_slots + row, mask=mine, other=-1).to(gl.int64)
+            mask = (record >= 0)[:, None] & in_d
+            new_k = gl.load(
+                p_k + (row * stride_k + i_h * D)[:, None] + o_d[None, :], mask=mine[:, None] & in_d
+            )
+            new_v = gl.load(
+                p_v + (row * stride_v + i_h * D)[:, None] + o_d[None, :], mask=mine[:, None] & in_d
+            )
+            at = ((record * HKV + i_h) * D)[:, None] + o_d[None, :]
+            gl.store(p_records_k + at, new_k, mask=mask)
+            gl.store(p_records_v + at, new_v, mask=mask)
+    if ZERO:
+        HQ: gl.constexpr = HKV * G
+        for n in range(gl.load(batch[2] + batch[6]) + gl.program_id(0), N, gl.num_programs(0)):
+            for h in range(0, HQ, PART):
+                row = n.to(gl.int64)  # type: ignore[attr-defined]
+                at = p_o + (row * HQ + h + o_p)[:, None] * D + o_d[None, :]
+                zeros = gl.zeros([PART, D], p_o.dtype.element_ty, CP)
+                gl.store(at, zeros, mask=(h + o_p < HQ)[:, None] & in_d)
 
 
 @gluon.jit
@@ -429,17 +480,98 @@ def _see(s, sources, first, o_m, start, G: gl.constexpr, OWN: gl.constexpr, MMA:
     """Scores of an own unit, -inf where a row does not see a key: another beam's, or none at all."""
     e = first + gl.arange(0, OWN_UNIT, layout=gl.SliceLayout(0, MMA))
     mine = (e % OWN)[None, :] == ((start + o_m) // G - start // G)[:, None]
-    return gl.where((sources != -1)[None, :] & mine, s, -float("inf"))
+    return gl.where((sources != 0)[None, :] & mine, s, -float("inf"))
+
+
+@gluon.constexpr_function
+def _flat_layout(D):
+    """64 rows of a product as one row of numbers: four of each thread, then the next thread's."""
+    blocks = [[128 << i] for i in range((D // 8).bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        reg_bases=[[1], [2], *blocks],
+        lane_bases=[[4], [8], [16], [32], [64]],
+        warp_bases=[[16 * D], [32 * D]],
+        block_bases=[],
+        shape=[64 * D],
+    )
+
+
+@gluon.jit
+def _hand_over(acc, peak, total, place, p_part_o, p_part_lse, p_flags):
+    """Leave a warpgroup's sums, its rows' peaks and totals for the program of the other split, and say so."""
+    D: gl.constexpr = acc.shape[1]
+    FLAT: gl.constexpr = _flat_layout(D)
+    flat = acc.reshape([4, 2, 8, D // 8, 4, 2]).permute((0, 3, 2, 4, 1, 5)).reshape([ROWS * D])
+    flat = gl.convert_layout(flat, FLAT, assert_trivial=True)
+    gl.store(p_part_o + place.to(gl.int64) * (ROWS * D) + gl.arange(0, ROWS * D, layout=FLAT), flat)
+    o_m = gl.arange(0, ROWS, layout=peak.type.layout)
+    gl.store(p_part_lse + place * (2 * ROWS) + o_m, peak)
+    gl.store(p_part_lse + place * (2 * ROWS) + ROWS + o_m, total)
+    gl.thread_barrier()
+    gl.atomic_xchg(p_flags + place, 1, sem="release", scope="gpu")
+
+
+@gluon.jit
+def _take_over(acc, peak, total, place, p_part_o, p_part_lse, p_flags):
+    """Wait for the other split's sums and add them to these; the flag is ready for the next launch afterwards."""
+    D: gl.constexpr = acc.shape[1]
+    FLAT: gl.constexpr = _flat_layout(D)
+    while gl.atomic_add(p_flags + place, 0, sem="acquire", scope="gpu") == 0:
+        pass
+    gl.thread_barrier()
+    gl.atomic_xchg(p_flags + place, 0, sem="relaxed", scope="gpu")
+    o_m = gl.arange(0, ROWS, layout=peak.type.layout)
+    other_peak = gl.load(p_part_lse + place * (2 * ROWS) + o_m)
+    other_total = gl.load(p_part_lse + place * (2 * ROWS) + ROWS + o_m)
+    flat = gl.load(p_part_o + place.to(gl.int64) * (ROWS * D) + gl.arange(0, ROWS * D, layout=FLAT))
+    other = flat.reshape([4, D // 8, 8, 4, 2, 2]).permute((0, 4, 2, 1, 3, 5)).reshape([ROWS, D])
+    other = gl.convert_layout(other, acc.type.layout, assert_trivial=True)
+    new_peak = gl.maximum(peak, other_peak)
+    factor = gl.exp2(peak - new_peak)
+    other_factor = gl.exp2(other_peak - new_peak)
+    ROWS_O: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    acc = (
+        acc * gl.convert_layout(factor, ROWS_O)[:, None]
+        + other * gl.convert_layout(other_factor, ROWS_O)[:, None]
+    )
+    return acc, total * factor + other_total * other_factor
+
+
+@gluon.jit
+def _write(acc, total, live, start, row0, width, i_h, p_o, HKV: gl.constexpr, G: gl.constexpr):
+    """A warpgroup's sums over their totals, to the rows of the result; padding rows are zero."""
+    D: gl.constexpr = acc.shape[1]
+    HQ: gl.constexpr = HKV * G
+    total = gl.where(live, total, 0.0)
+    factor = gl.where(total > 0.0, 1.0 / gl.where(total > 0.0, total, 1.0), 0.0)
+    acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout))[:, None]
+    # Four lanes of a row swap what they hold, so that each stores 16 bytes. One bit at a time, since that is done by
+    # shuffles, without shared memory; what stands between keeps the two apart.
+    HALFWAY: gl.constexpr = _rows_layout(D, 8, 4)
+    OUT: gl.constexpr = _rows_layout(D, 8, 16)
+    result = gl.convert_layout(acc.to(p_o.dtype.element_ty), HALFWAY)
+    # A padding row may have met anything, NaN too; its bits are cleared.
+    kept = gl.convert_layout(gl.where(live, -1, 0).to(gl.int16), gl.SliceLayout(1, HALFWAY))
+    result = gl.inline_asm_elementwise(
+        "and.b32 $0, $1, $2;", "=r,r,r", [result, gl.expand_dims(kept, 1).broadcast_to([ROWS, D])],
+        dtype=result.dtype, is_pure=True, pack=2,
+    )  # fmt: skip
+    result = gl.convert_layout(result, OUT)
+    m = start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
+    out = (row0 + m // G).to(gl.int64) * HQ + i_h * G + m % G
+    o_c = gl.arange(0, D, layout=gl.SliceLayout(0, OUT))
+    mask = (m // G < width)[:, None] & (o_c < D)[None, :]
+    gl.store(p_o + out[:, None] * D + o_c[None, :], result, mask=mask)
 
 
 @gluon.jit
 def _compute(
-    results, shared, GROUP: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, OWN: gl.constexpr,
-    SPLITS: gl.constexpr, HELD: gl.constexpr,
+    results, batch, shared, GROUP: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, OWN: gl.constexpr,
+    SPLITS: gl.constexpr, HELD: gl.constexpr, FUSED: gl.constexpr, BLOCK_B: gl.constexpr,
 ):  # fmt: skip
     """One of the two computing warpgroups: 64 rows of every tile."""
-    p_o, p_part_lse, p_slots, scale_log2, N, num_tiles = results
-    q_tile, ring, own_list, info, full, empty, _granted, q_full, q_empty = shared
+    p_part_o, p_o, p_part_lse, p_flags, p_slots, scale_log2, N = results
+    q_tile, ring, own_list, _lists, info, full, empty, _granted, q_full, q_empty = shared
     NW: gl.constexpr = gl.num_warps()
     STAGES: gl.constexpr = ring.shape[0]
     D: gl.constexpr = ring.shape[2]
@@ -458,26 +590,11 @@ def _compute(
     o_m = gl.arange(0, ROWS, layout=ROWS_S)
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [NW], [0])
     queries = q_tile.index(GROUP)
+    num_tiles, items = _count_items(batch, HKV, G, SPLITS, BLOCK_B)
     place = 0
     parity = 0
-    for item in range(gl.program_id(0), num_tiles * HKV * SPLITS, gl.num_programs(0)):
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
         mbarrier.wait(q_full.index(GROUP), parity)
-        parity ^= 1
-        num_prompt = gl.max(info.index(GROUP * NUM_INFO + N_PROMPT).load(ONE), 0)
-        num_own = gl.max(info.index(GROUP * NUM_INFO + N_OWN).load(ONE), 0)
-        own_key = gl.max(info.index(GROUP * NUM_INFO + FIRST_OWN).load(ONE), 0) * OWN_UNIT
-        limit = gl.max(info.index(GROUP * NUM_INFO + LIMIT).load(ONE), 0)
-        start = gl.max(info.index(GROUP * NUM_INFO + START).load(ONE), 0) + GROUP * ROWS
-        row0 = gl.max(info.index(GROUP * NUM_INFO + ROW0).load(ONE), 0)
-        width = gl.max(info.index(GROUP * NUM_INFO + WIDTH).load(ONE), 0)
-        beam = (start + o_m) // G
-        slot = gl.load(p_slots + row0 + beam, mask=beam < width, other=-1)
-        i_h = (item // num_tiles) % HKV
-        i_s = item // (num_tiles * HKV)
-
-        acc = gl.zeros([ROWS, D], gl.float32, MMA_O)
-        peak = gl.full([ROWS], -1.0e30, gl.float32, ROWS_S)
-        total = gl.zeros([ROWS], gl.float32, ROWS_S)
         stage, turn = _turn(place, STAGES)
         mbarrier.wait(full.index(stage), turn)
         held = 0
@@ -486,6 +603,23 @@ def _compute(
                 gl.DotOperandLayout(operand_index=0, parent=MMA_S, k_width=2)
             )
         s = _scores(held, queries, ring.index(stage), no_scores, HELD)
+        told = info.index(parity ^ 1)._reinterpret(gl.int32, [NUM_INFO, 1], own_list.layout)
+        parity ^= 1
+        num_prompt = gl.max(told.index(N_PROMPT).load(ONE), 0)
+        num_own = gl.max(told.index(N_OWN).load(ONE), 0)
+        own_key = gl.max(told.index(FIRST_OWN).load(ONE), 0) * OWN_UNIT
+        limit = gl.max(told.index(LIMIT).load(ONE), 0)
+        start = gl.max(told.index(START).load(ONE), 0) + GROUP * ROWS
+        row0 = gl.max(told.index(ROW0).load(ONE), 0)
+        width = gl.max(told.index(WIDTH).load(ONE), 0)
+        beam = (start + o_m) // G
+        slot = gl.load(p_slots + row0 + beam, mask=beam < width, other=-1)
+        i_h = (item // num_tiles) % HKV
+        i_s = item // (num_tiles * HKV)
+
+        acc = gl.zeros([ROWS, D], gl.float32, MMA_O)
+        peak = gl.full([ROWS], -1.0e30, gl.float32, ROWS_S)
+        total = gl.zeros([ROWS], gl.float32, ROWS_S)
         s = warpgroup_mma_wait(0, deps=[s])
         mbarrier.arrive(empty.index(stage), count=1)
         o_n = gl.arange(0, UNIT, layout=gl.SliceLayout(0, MMA_S))
@@ -521,7 +655,7 @@ def _compute(
             fence_async_shared()
             own = ring.index(stage)._reinterpret(dtype, [2, OWN_UNIT, D], SHARED).index(GROUP)
             s_own = warpgroup_mma(queries, own.permute((1, 0)), no_own, use_acc=False, is_async=True)
-            sources = own_list.index(2 * stage + GROUP).load(gl.SliceLayout(0, MMA_OWN))
+            sources = own_list.index(stage).slice(GROUP * OWN_UNIT, OWN_UNIT).load(gl.SliceLayout(0, MMA_OWN))
             v_stage, turn = _turn(place + 1, STAGES)
             mbarrier.wait(full.index(v_stage), turn)
             acc = acc * gl.convert_layout(alpha, ROWS_O)[:, None]
@@ -544,7 +678,9 @@ def _compute(
                 fence_async_shared()
                 own = ring.index(stage)._reinterpret(dtype, [2, OWN_UNIT, D], SHARED).index(GROUP)
                 s_own = warpgroup_mma(queries, own.permute((1, 0)), no_own, use_acc=False, is_async=True)
-                sources = own_list.index(2 * stage + GROUP).load(gl.SliceLayout(0, MMA_OWN))
+                sources = (
+                    own_list.index(stage).slice(GROUP * OWN_UNIT, OWN_UNIT).load(gl.SliceLayout(0, MMA_OWN))
+                )
                 v_stage, turn = _turn(place + 1, STAGES)
                 mbarrier.wait(full.index(v_stage), turn)
                 fence_async_shared()
@@ -578,13 +714,17 @@ def _compute(
         place += 1
 
         live = slot >= 0
-        total = gl.where(live, total, 0.0)
-        factor = gl.where(total > 0.0, 1.0 / gl.where(total > 0.0, total, 1.0), 0.0)
-        # A padding row may have met anything, NaN too.
-        acc = gl.where(
-            gl.convert_layout(live, ROWS_O)[:, None], acc * gl.convert_layout(factor, ROWS_O)[:, None], 0.0
-        )
-        if SPLITS > 1:
+        if FUSED:
+            # The first split's program comes first in order, so that nobody waits for one that waits for its place.
+            pair = (item % (num_tiles * HKV)) * 2 + GROUP
+            if i_s == 0:
+                _hand_over(acc, peak, total, pair, p_part_o, p_part_lse, p_flags)
+            else:
+                acc, total = _take_over(acc, peak, total, pair, p_part_o, p_part_lse, p_flags)
+                _write(acc, total, live, start, row0, width, i_h, p_o, HKV, G)
+        elif SPLITS > 1:
+            total = gl.where(live, total, 0.0)
+            factor = gl.where(total > 0.0, 1.0 / gl.where(total > 0.0, total, 1.0), 0.0)
             m = start + o_m
             out = i_s.to(gl.int64) * N * HQ + (row0 + m // G).to(gl.int64) * HQ + i_h * G + m % G
             lse = gl.where(total > 0.0, peak + gl.log2(gl.where(total > 0.0, total, 1.0)), -float("inf"))
@@ -593,55 +733,34 @@ def _compute(
             out = gl.convert_layout(out, ROWS_O)
             o_c = gl.arange(0, D, layout=gl.SliceLayout(0, MMA_O))
             mask = gl.convert_layout(in_rows, ROWS_O)[:, None] & (o_c < D)[None, :]
-            gl.store(p_o + out[:, None] * D + o_c[None, :], acc, mask=mask)
-        else:
-            # Four lanes of a row swap what they hold, so that each stores 16 bytes.
-            # One bit at a time, since that is done by shuffles, without shared memory; the move keeps the two apart.
-            HALFWAY: gl.constexpr = _rows_layout(D, 8, 4)
-            OUT: gl.constexpr = _rows_layout(D, 8, 16)
-            result = gl.convert_layout(acc.to(dtype), HALFWAY)
-            result = gl.inline_asm_elementwise(
-                "mov.b32 $0, $1;", "=r,r", [result], dtype=result.dtype, is_pure=True, pack=2
+            # A padding row may have met anything, NaN too.
+            acc = gl.where(
+                gl.convert_layout(live, ROWS_O)[:, None],
+                acc * gl.convert_layout(factor, ROWS_O)[:, None],
+                0.0,
             )
-            result = gl.convert_layout(result, OUT)
-            m = start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
-            out = (row0 + m // G).to(gl.int64) * HQ + i_h * G + m % G
-            o_c = gl.arange(0, D, layout=gl.SliceLayout(0, OUT))
-            mask = (m // G < width)[:, None] & (o_c < D)[None, :]
-            gl.store(p_o + out[:, None] * D + o_c[None, :], result, mask=mask)
+            gl.store(p_part_o + out[:, None] * D + o_c[None, :], acc, mask=mask)
+        else:
+            _write(acc, total, live, start, row0, width, i_h, p_o, HKV, G)
 
 
 @gluon.jit
 def beam_attention_hopper_kernel(
     p_q, q_desc, p_k, p_v, k_desc, v_desc, p_v_cache, p_page_table, p_prompt_lens, p_records_k, p_records_v, p_slots,
-    p_ancestors, p_cu_rows, p_prompts, p_depths, p_o, p_part_lse, stride_q, stride_k, stride_v, stride_table,
-    stride_ancestors, scale_log2, N, B, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr,
-    PAGE: gl.constexpr, OWN: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
+    p_ancestors, p_cu_rows, p_prompts, p_depths, p_part_o, p_o, p_part_lse, p_flags, stride_q, stride_k, stride_v,
+    stride_table, stride_ancestors, scale_log2, N, B, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr,
+    PAGE: gl.constexpr, OWN: gl.constexpr, SPLITS: gl.constexpr, FUSED: gl.constexpr, STAGES: gl.constexpr,
     BLOCK_B: gl.constexpr, HELD: gl.constexpr, REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """As many programs as stay on the device at once; each takes every so-many-th tile, head and split."""
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     dtype: gl.constexpr = p_q.dtype.element_ty
-    HQ: gl.constexpr = HKV * G
-    _o_b, tiles, _ends = _tiles(p_cu_rows, B, G, 2 * ROWS, BLOCK_B)
-    num_tiles = gl.sum(tiles, 0)
-    if SPLITS == 1:
-        # Rows past the last request give zeros.
-        OUT: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [gl.num_warps(), 1], [1, 0])
-        first = gl.load(p_cu_rows + B)
-        for n in range(first + gl.program_id(0), N, gl.num_programs(0)):
-            for h in range(0, HQ, 4):
-                o_h = h + gl.arange(0, 4, layout=gl.SliceLayout(1, OUT))
-                o_d = gl.arange(0, D, layout=gl.SliceLayout(0, OUT))
-                row = n.to(gl.int64)  # type: ignore[attr-defined]
-                at = p_o + (row * HQ + o_h)[:, None] * D + o_d[None, :]
-                gl.store(at, gl.zeros([4, D], dtype, OUT), mask=(o_h < HQ)[:, None] & (o_d < D)[None, :])
-
     q_tile = gl.allocate_shared_memory(dtype, [2, ROWS, D], SHARED)
     ring = gl.allocate_shared_memory(dtype, [STAGES, UNIT, D], SHARED)
-    own_list = gl.allocate_shared_memory(gl.int32, [2 * STAGES, OWN_UNIT], PLAIN)
-    info = gl.allocate_shared_memory(gl.int32, [2 * NUM_INFO, 1], PLAIN)
+    own_list = gl.allocate_shared_memory(gl.int32, [STAGES, 2 * OWN_UNIT], PLAIN)
+    lists = gl.allocate_shared_memory(gl.int64, [2, 2 * OWN_UNIT], PLAIN)
+    info = gl.allocate_shared_memory(gl.int32, [2, NUM_INFO], PLAIN)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     granted = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -655,20 +774,23 @@ def beam_attention_hopper_kernel(
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
     fence_async_shared()
-    shared = (q_tile, ring, own_list, info, full, empty, granted, q_full, q_empty)
+    shared = (q_tile, ring, own_list, lists, info, full, empty, granted, q_full, q_empty)
     batch = (p_page_table, p_prompt_lens, p_cu_rows, p_prompts, p_depths, stride_table, B)
     gathers = (
         p_q, q_desc, p_k, p_v, p_v_cache, p_records_k, p_records_v, p_slots, p_ancestors, stride_q, stride_k, stride_v,
         stride_ancestors,
     )  # fmt: skip
-    results = (p_o, p_part_lse, p_slots, scale_log2, N, num_tiles)
+    records = (p_k, p_v, p_records_k, p_records_v, p_slots, stride_k, stride_v)
+    results = (p_part_o, p_o, p_part_lse, p_flags, p_slots, scale_log2, N)
+    ZERO: gl.constexpr = SPLITS == 1 or FUSED
     gl.warp_specialize(
         [
-            (_compute, (results, shared, 0, HKV, G, OWN, SPLITS, HELD)),
-            (_compute, (results, shared, 1, HKV, G, OWN, SPLITS, HELD)),
-            (_gather, (gathers, batch, num_tiles, shared, HKV, G, PAGE, OWN, SPLITS, BLOCK_B)),
-            (_stream, ((k_desc, v_desc), batch, num_tiles, shared, HKV, G, PAGE, OWN, SPLITS, BLOCK_B)),
+            (_compute, (results, batch, shared, 0, HKV, G, OWN, SPLITS, HELD, FUSED, BLOCK_B)),
+            (_compute, (results, batch, shared, 1, HKV, G, OWN, SPLITS, HELD, FUSED, BLOCK_B)),
+            (_gather, (gathers, batch, shared, HKV, G, PAGE, OWN, SPLITS, BLOCK_B)),
+            (_stream, ((k_desc, v_desc), batch, shared, HKV, G, PAGE, OWN, SPLITS, BLOCK_B)),
+            (_record, (records, batch, shared, p_o, N, HKV, G, OWN, SPLITS, BLOCK_B, ZERO)),
         ],
-        [4, 2, 1],
-        [REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS],
+        [4, 2, 1, 1],
+        [REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS],
     )

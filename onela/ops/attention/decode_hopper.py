@@ -18,6 +18,9 @@ BLOCK_N = 64
 # By head size: stages of 64 keys, columns of q that are held in registers, registers of a thread that computes, and
 # of one that loads.
 LAUNCH = {64: (8, 64, 200, 104), 128: (8, 128, 200, 104), 256: (5, 0, 224, 56)}
+# Tiles of a device and a stream whose splits may be added up by the programs themselves.
+MAX_PAIRS = 1024
+_FLAGS: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def supports(q: Tensor, k_cache: Tensor, records_k: Tensor) -> bool:
@@ -34,6 +37,22 @@ def supports(q: Tensor, k_cache: Tensor, records_k: Tensor) -> bool:
         and k_cache.shape[0] > 0
         and records_k.dtype == q.dtype
     )
+
+
+def split_flags(device: torch.device, tiles: int) -> Tensor | None:
+    """Flags between the programs of two splits, zero between launches; None where there can be none.
+
+    A stream has its own: launches on two streams may run at the same time. They cannot be made while a graph is
+    captured, so a capture finds those of its stream if the same has run on it before, as capturing needs anyway.
+    """
+    if tiles > MAX_PAIRS:
+        return None
+    stream = torch.cuda.current_stream(device).cuda_stream
+    if (device, stream) not in _FLAGS:
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        _FLAGS[device, stream] = torch.zeros(2 * MAX_PAIRS, dtype=torch.int32, device=device)
+    return _FLAGS[device, stream]
 
 
 def beam_attention_hopper(
@@ -71,8 +90,17 @@ def beam_attention_hopper(
     if splits is None:
         units = page_table.shape[1] * page_size // BLOCK_N
         splits = choose_splits(triton.cdiv(N * G, BLOCK_M) * HKV, units, q.device)
-    part_lse = torch.empty(splits, N, HQ, dtype=torch.float32, device=q.device) if splits > 1 else None
-    part_o = torch.empty(splits, N, HQ, D, dtype=torch.float32, device=q.device) if splits > 1 else None
+    tiles = (N * G // BLOCK_M + B) * HKV
+    # Of two splits, the second's programs add up what the first's leave them. With more, one program would read too
+    # much: the splits are merged by a launch of their own.
+    flags = split_flags(q.device, tiles) if splits == 2 else None
+    part_o = part_lse = None
+    if flags is not None:
+        part_o = torch.empty(tiles, BLOCK_M, D, dtype=torch.float32, device=q.device)
+        part_lse = torch.empty(tiles, 2, BLOCK_M, dtype=torch.float32, device=q.device)
+    elif splits > 1:
+        part_o = torch.empty(splits, N, HQ, D, dtype=torch.float32, device=q.device)
+        part_lse = torch.empty(splits, N, HQ, dtype=torch.float32, device=q.device)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     k_desc, v_desc = (
         TensorDescriptor.from_tensor(cache.view(-1, HKV * D), [BLOCK_N, D], layout)
@@ -85,15 +113,15 @@ def beam_attention_hopper(
         q_desc = TensorDescriptor(q, [N, HQ, D], [q.stride(0), D, 1], [rows // G, G, D], boxes)
     scale = D**-0.5 if scale is None else scale
     stages, held, registers, loader_registers = LAUNCH[D]
-    programs = min(multiprocessors(q.device), (N * G // BLOCK_M + B) * HKV * splits)
+    programs = min(multiprocessors(q.device), tiles * splits)
     beam_attention_hopper_kernel[(programs,)](
         q, q_desc, k, v, k_desc, v_desc, v_cache, page_table, prompt_lens, records_k, records_v, slots, ancestors,
-        cu_rows, prompts, depths, o if part_o is None else part_o, part_lse, q.stride(0), k.stride(0),
-        v.stride(0), page_table.stride(0), ancestors.stride(0), scale * math.log2(math.e), N, B,
-        HKV=HKV, G=G, D=D, PAGE=page_size, OWN=own, SPLITS=splits, STAGES=stages,
+        cu_rows, prompts, depths, part_o, o, part_lse, flags, q.stride(0), k.stride(0), v.stride(0),
+        page_table.stride(0), ancestors.stride(0), scale * math.log2(math.e), N, B,
+        HKV=HKV, G=G, D=D, PAGE=page_size, OWN=own, SPLITS=splits, FUSED=flags is not None, STAGES=stages,
         BLOCK_B=max(32, triton.next_power_of_2(B)), HELD=held, REGISTERS=registers,
         LOADER_REGISTERS=loader_registers, num_warps=4,
     )  # fmt: skip
-    if part_o is not None:
+    if part_o is not None and flags is None:
         merge_splits(part_o, part_lse, o, cu_rows)
     return o

@@ -17,9 +17,12 @@ DESCRIPTOR = {"swizzle_byte_width": 128, "element_bitwidth": 16, "rank": 2}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("splits", "D", "G", "stack"), [(1, 256, 4, 64), (4, 128, 2, 0), (1, 64, 3, 0)])
-def test_hopper_kernel(splits: int, D: int, G: int, stack: int) -> None:
-    """What spills is the gathering warps'; those that compute keep all in registers."""
+@pytest.mark.parametrize(
+    ("splits", "fused", "D", "G", "stack"),
+    [(1, False, 256, 4, 64), (2, True, 256, 4, 64), (4, False, 128, 2, 16), (1, False, 64, 3, 0)],
+)
+def test_hopper_kernel(splits: int, fused: bool, D: int, G: int, stack: int) -> None:
+    """What spills is the gathering warps'; those that compute keep all but a few scalars in registers."""
     stages, held, registers, loader_registers = LAUNCH[D]
     constants = {
         "HKV": 2,
@@ -29,18 +32,17 @@ def test_hopper_kernel(splits: int, D: int, G: int, stack: int) -> None:
         "OWN": 64 // G if 64 % G == 0 else 63 // G + 2,
         "BLOCK_B": 32,
     }
-    constants |= {"SPLITS": splits, "STAGES": stages, "HELD": held, "REGISTERS": registers}
+    constants |= {"SPLITS": splits, "FUSED": fused, "STAGES": stages, "HELD": held, "REGISTERS": registers}
     constants |= {"LOADER_REGISTERS": loader_registers}
-    types = TYPES | {name: ([64, D], DESCRIPTOR) for name in ("k_desc", "v_desc")}
+    types = TYPES | {"p_o": "*bf16"} | {name: ([64, D], DESCRIPTOR) for name in ("k_desc", "v_desc")}
     if 64 % G == 0:
         types["q_desc"] = ([64 // G, G, D], {**DESCRIPTOR, "rank": 3})
     else:
         constants["q_desc"] = None
-    if splits == 1:
-        constants["p_part_lse"] = None
-        types["p_o"] = "*bf16"
-    else:
-        types |= {"p_o": "*fp32", "p_part_lse": "*fp32"}
+    given = {"p_part_o": "*fp32", "p_part_lse": "*fp32"} if splits > 1 else {}
+    given |= {"p_flags": "*i32"} if fused else {}
+    types |= given
+    constants |= {name: None for name in ("p_part_o", "p_part_lse", "p_flags") if name not in given}
     module = "onela.ops.attention._decode_hopper_kernel"
     used = resources(module, "beam_attention_hopper_kernel", 90, 4, types, constants)
     assert used[0] <= stack

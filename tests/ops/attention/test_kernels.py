@@ -183,7 +183,7 @@ HOPPER_CASES = {
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("splits", [None, 1, 3])
+@pytest.mark.parametrize("splits", [None, 1, 2, 3])
 @pytest.mark.parametrize("name", HOPPER_CASES)
 def test_hopper(name, splits, device):
     if torch.cuda.get_device_capability()[0] != 9:
@@ -191,3 +191,27 @@ def test_hopper(name, splits, device):
     from onela.ops.attention.decode_hopper import beam_attention_hopper
 
     compare(beam_attention_hopper, HOPPER_CASES[name], torch.bfloat16, device, splits=splits)
+
+
+@pytest.mark.gpu
+def test_hopper_splits_hand_over_again_and_again(device):
+    """Two splits leave their flags as the next launch needs them, in a graph too."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+    from onela.ops.attention.decode_hopper import beam_attention_hopper
+
+    qkv, arguments = make_case(HOPPER_CASES["pages of 64"], torch.bfloat16)
+    qkv, arguments = [x.to(device) for x in qkv], {name: x.to(device) for name, x in arguments.items()}
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        outputs = [beam_attention_hopper(*qkv, **arguments, splits=2) for _ in range(20)]
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        outputs.append(beam_attention_hopper(*qkv, **arguments, splits=2))
+    for _ in range(20):
+        graph.replay()
+    torch.cuda.synchronize()
+    for other in outputs[1:]:
+        assert torch.equal(other, outputs[0])
