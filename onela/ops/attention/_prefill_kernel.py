@@ -43,12 +43,17 @@ def _attend(b_q, b_k, b_v, seen, b_o, b_m, b_l, scale_log2, MASKED: tl.constexpr
 
 @triton.jit
 def _rows_of(p_table, start, o_j, highest, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where the tokens of a block lie within the cache; those past `highest` anywhere in it."""
+    """Where the tokens of a block lie within the cache; those past `highest` anywhere in it.
+
+    A prompt that has ended meanwhile has no pages any more: what is read for it means nothing, but lies in the cache.
+    """
     if PAGE % BLOCK_N == 0:
-        rows = tl.load(p_table + start // PAGE).to(tl.int64) * PAGE + start % PAGE + o_j
+        page = tl.maximum(tl.load(p_table + start // PAGE), 0)
+        rows = page.to(tl.int64) * PAGE + start % PAGE + o_j
     else:
         place = tl.minimum(start + o_j, highest)
-        rows = tl.load(p_table + place // PAGE).to(tl.int64) * PAGE + place % PAGE
+        page = tl.maximum(tl.load(p_table + place // PAGE), 0)
+        rows = page.to(tl.int64) * PAGE + place % PAGE
     return rows
 
 
