@@ -19,7 +19,7 @@ from onela.models.quantized import (
 )
 from onela.ops.attention import beam_attention, prefill_attention
 from onela.ops.gated_delta import gated_delta_layer_prefill
-from onela.ops.linear import added_linear, has_joined, linear_swiglu, rms_norm_float8, swiglu_float8
+from onela.ops.linear import added_linear, has_added, linear_swiglu, rms_norm_float8, swiglu_float8
 from onela.ops.norm import gated_rms_norm, qk_norm_rotary, rms_norm, rotary, rotary_angles, sigmoid_gate
 from onela.state import DecodeState, GatedDeltaWeights, PrefillInputs, StepInputs
 
@@ -47,7 +47,7 @@ class RMSNorm(nn.Module):
             and product.bias is None
             and isinstance(reader, FusedLinear)
             and isinstance(reader.fused, Tensor)
-            and has_joined(x, product.weight)
+            and has_added(x, product.weight)
             # An unfinished norm's rows may be large.
             and x.dtype == torch.bfloat16
             and residual.dtype == torch.float32

@@ -33,12 +33,12 @@ def test_joined_products_change_a_forward_by_rounding_alone(
     def forward(joined: bool) -> torch.Tensor:
         used: list[bool] = []
 
-        def has_joined(*given: torch.Tensor) -> bool:
+        def has_added(*given: torch.Tensor) -> bool:
             used.append(joined and found(*given))
             return used[-1]
 
         with monkeypatch.context() as patch:
-            patch.setattr(layers, "has_joined", has_joined)
+            patch.setattr(layers, "has_added", has_added)
             model = random_model(shape, torch.bfloat16, torch.device("cuda"))
             engine = engine_of(model, vocabulary_of(3, 512), "replay", cuda_graphs=False)
             start(engine, 2, 50, BeamParams(beam_width=100))
@@ -48,7 +48,7 @@ def test_joined_products_change_a_forward_by_rounding_alone(
         assert hidden.shape[0] == 200
         return hidden
 
-    found = layers.has_joined
+    found = layers.has_added
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("joined products are Hopper's")
     apart, joined = forward(False), forward(True)

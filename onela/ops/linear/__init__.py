@@ -3,6 +3,7 @@
 from onela.ops.linear.dispatch import (
     added_linear,
     float8_linear,
+    has_added,
     has_joined,
     linear_swiglu,
     normed_linear,
@@ -27,6 +28,7 @@ __all__ = [
     "added_linear_ref",
     "float8_linear",
     "float8_linear_ref",
+    "has_added",
     "has_joined",
     "linear_swiglu",
     "linear_swiglu_ref",

@@ -19,6 +19,8 @@ HALVES = (torch.bfloat16, torch.float16)
 MAX_ROW = 32768
 JOINED_ROWS = 128
 """Fewer rows do not fill a tile."""
+ADDED_ROWS, LONG_SUM = 512, 4096
+"""Of fewer rows and over more columns torch's own product divides the sums, and is faster with the norm behind it."""
 ALIGNMENT = 16
 """The scaled product wants rows and columns in multiples of this."""
 
@@ -78,8 +80,7 @@ def added_linear(
     x: Tensor, weight: Tensor, *, residual: Tensor, norm_weight: Tensor, zero_centered: bool = True
 ) -> tuple[Tensor, Tensor]:
     """`added_linear_ref`, by its kernel where `has_joined` says so. Same arguments, results and errors."""
-    whole = weight.shape[0] % 64 == 0
-    if has_joined(x, weight) and whole and residual.dtype == torch.float32 and residual.stride(-1) == 1:
+    if has_added(x, weight) and residual.dtype == torch.float32 and residual.stride(-1) == 1:
         from onela.ops.linear.joined_hopper import added_linear_hopper
 
         return added_linear_hopper(
@@ -103,6 +104,12 @@ def has_joined(x: Tensor, weight: Tensor) -> bool:
         and all(t.stride(-1) == 1 and t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0 for t in (x, weight))
         and weight.shape[0] % 8 == 0
     )
+
+
+def has_added(x: Tensor, weight: Tensor) -> bool:
+    """Whether `added_linear` has a kernel for these that is worth its while."""
+    worth = x.shape[0] >= ADDED_ROWS or x.shape[-1] <= LONG_SUM
+    return worth and weight.shape[0] % 64 == 0 and has_joined(x, weight)
 
 
 def float8_linear(

@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from onela.errors import ShapeError
-from onela.ops.linear import added_linear_ref, has_joined, linear_swiglu_ref, normed_linear_ref
+from onela.ops.linear import (
+    added_linear_ref,
+    dispatch,
+    has_added,
+    has_joined,
+    linear_swiglu_ref,
+    normed_linear_ref,
+)
 
 pytest.importorskip("triton")
 from onela.ops.linear.joined_hopper import (
@@ -142,6 +149,14 @@ def test_what_the_kernel_takes() -> None:
     assert not has_joined(x.float(), weight)
     assert not has_joined(x[:, 1:], weight[:, 1:])
     assert not has_joined(x, weight[:60])
+    assert has_added(x, weight) == has_joined(x, weight)
+    assert not has_added(x, weight[:56])
+
+
+def test_long_sums_of_few_rows_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "has_joined", lambda x, weight: True)
+    for rows, columns, worth in ((256, 6144, False), (256, 4096, True), (512, 6144, True), (128, 3584, True)):
+        assert has_added(torch.empty(rows, columns), torch.empty(1024, columns)) == worth
 
 
 @pytest.mark.parametrize("mode", [PLAIN, GATED, ADDED])
