@@ -34,7 +34,7 @@ import torch
 
 from bench.common import Failures, append_result, machine, time_events, time_graph
 from onela import BeamParams, Engine, Request, Result, SidVocabulary
-from onela.bench.decode import StepTimes, choose, measure_steps, part_times
+from onela.bench.decode import StepTimes, choose, measure_steps, part_times, run_steps, start
 from onela.bench.models import (
     SHAPE_08B,
     TINY,
@@ -267,9 +267,11 @@ def measure_arm(
     if parts and measured.captured:
         report_parts(name, case, part_times(engine, *sizes, whole_steps=name == args.arms[0]), args)
     if args.profile and name == args.arms[0] and engine.runner.graphs is not None:
-        for depth, graph in enumerate(engine.runner.graphs._graphs.values()):
-            if depth in (0, len(engine.runner.graphs._graphs) - 1):
-                print_kernels(graph.graph.replay, title=f"step {depth}", count=20)
+        steps = run_steps(engine, start(engine, *sizes[:2], BeamParams(beam_width=sizes[2])))
+        for depth, step in enumerate(steps):
+            if step.has_graph and depth in (0, len(steps) - 1):
+                step.restore()
+                print_kernels(step.graph.replay, title=f"step {depth}", count=20)
     return measured
 
 

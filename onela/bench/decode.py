@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -108,20 +109,59 @@ def start(
     return active
 
 
+@dataclass(frozen=True)
+class Step:
+    """One decode step as it was run, so that it can be run again.
+
+    Attributes:
+        taken: microseconds of its forward by the host's clock. graph: its `torch.cuda.CUDAGraph`; None: it had none.
+        made_for: what the graph has pointers to. table, beams: what it read of the step and of its beams.
+        engine: whose they are.
+    """
+
+    taken: float
+    graph: Any
+    made_for: object
+    table: torch.Tensor
+    beams: torch.Tensor
+    engine: Engine
+
+    @property
+    def has_graph(self) -> bool:
+        """Whether there is a graph whose pointers are still good."""
+        graphs = self.engine.runner.graphs
+        return self.graph is not None and graphs is not None and graphs.generation() == self.made_for
+
+    @torch.inference_mode()
+    def restore(self) -> None:
+        """Put the step's table and beams back, which later ones have written over."""
+        runner = self.engine.runner
+        runner.table.flat.copy_(self.table)
+        runner.beams.rows.copy_(self.beams)
+
+
 @torch.inference_mode()
-def run_steps(engine: Engine, active: Sequence[ActiveRequest]) -> list[float]:
-    """Decode to the end. Returns microseconds of each forward by the host's clock."""
-    taken = []
+def run_steps(engine: Engine, active: Sequence[ActiveRequest]) -> list[Step]:
+    """Decode to the end."""
+    steps = []
+    runner = engine.runner
     while any(request.outcome is None for request in active):
         batch = engine.scheduler.schedule()
         _wait(engine.device)
         begin = time.perf_counter()
-        engine.runner.decode(batch.decode)
+        runner.decode(batch.decode)
         _wait(engine.device)
-        taken.append((time.perf_counter() - begin) * 1e6)
+        taken = (time.perf_counter() - begin) * 1e6
+        graph = made_for = None
+        if runner.graphs is not None and runner.graphs.failure is None:
+            graph = next(reversed(runner.graphs._graphs.values())).graph
+            made_for = runner.graphs.generation()
+        steps.append(
+            Step(taken, graph, made_for, runner.table.flat.clone(), runner.beams.rows.clone(), engine)
+        )
         choose(engine, batch)
         engine._finish(batch)
-    return taken
+    return steps
 
 
 def _wait(device: torch.device) -> None:
@@ -129,35 +169,32 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def decode_graphs(engine: Engine) -> list[torch.cuda.CUDAGraph]:
-    """The graphs of the steps of one batch, in order; none where there are no graphs."""
-    graphs = engine.runner.graphs
-    if graphs is None or graphs.failure is not None:
-        return []
-    return [graph.graph for graph in graphs._graphs.values()]
-
-
+@torch.inference_mode()
 def measure_steps(
     engine: Engine, num_requests: int, prompt_tokens: int, beam_width: int, *, samples: int = 5, seed: int = 0
 ) -> StepTimes:
     """Answer a batch, then time every decode step as the replay of its CUDA graph, over the inputs it had.
 
-    A replay may find what later steps have written, other numbers in the same places; it takes as long.
+    A replay may find states and records that later steps have written, other numbers in the same places; it takes as
+    long.
     """
     params = BeamParams(beam_width=beam_width)
     active = start(engine, num_requests, prompt_tokens, params, seed)
-    by_host = [[taken] for taken in run_steps(engine, active)]
+    steps = run_steps(engine, active)
     results = [request.outcome for request in active if isinstance(request.outcome, Result)]
     timed: list[list[float]] = []
-    graphs = decode_graphs(engine)
-    # Beyond eight ancestors several steps share a graph; then the host's clock has to do.
-    for graph in graphs if len(graphs) == len(by_host) else []:
-        [once] = time_events(graph.replay, samples=1, warm=1)
+    for step in steps:
+        if not step.has_graph:
+            break
+        step.restore()
+        [once] = time_events(step.graph.replay, samples=1, warm=1)
         per_sample = max(1, min(3, int(6000 / once)))
-        timed.append(time_events(graph.replay, samples=samples, per_sample=per_sample, warm=0))
+        timed.append(time_events(step.graph.replay, samples=samples, per_sample=per_sample, warm=0))
     captured = engine.runner.graphs
     failure = None if captured is None or captured.failure is None else repr(captured.failure)
-    return StepTimes(results, timed or by_host, state_sizes(engine), failure, bool(timed))
+    by_graph = bool(timed) and len(timed) == len(steps)
+    by_host = [[step.taken] for step in steps]
+    return StepTimes(results, timed if by_graph else by_host, state_sizes(engine), failure, by_graph)
 
 
 def state_sizes(engine: Engine) -> dict[str, int]:
@@ -210,6 +247,7 @@ def part_of(kernel: str) -> str:
     return next((part for part, pattern in PARTS if re.search(pattern, kernel)), "rest")
 
 
+@torch.inference_mode()
 def part_times(
     engine: Engine, num_requests: int, prompt_tokens: int, beam_width: int, *, whole_steps: bool = True
 ) -> dict[str, float]:
@@ -218,18 +256,27 @@ def part_times(
     The forwards are counted by themselves, as graphs. With `whole_steps` a run of whole steps is counted too: head and
     selection are the calls that it has more.
     """
+    active = start(engine, num_requests, prompt_tokens, BeamParams(beam_width=beam_width))
+    steps: list[Step] = []
+
+    def run_all() -> None:
+        steps.extend(run_steps(engine, active))
 
     def replay_all() -> None:
-        for graph in decode_graphs(engine):
-            graph.replay()
+        for step in steps:
+            step.restore()
+            step.graph.replay()
 
+    whole = {}
+    if whole_steps:
+        whole = kernel_times(run_all)
+    else:
+        run_all()
     forwards = kernel_times(replay_all)
     parts = dict.fromkeys([*(part for part, _ in PARTS), "rest"], 0.0)
     for kernel, (taken, _) in forwards.items():
         parts[part_of(kernel)] += taken
     if whole_steps:
-        active = start(engine, num_requests, prompt_tokens, BeamParams(beam_width=beam_width))
-        whole = kernel_times(lambda: run_steps(engine, active))
         parts["head_selection"] = 0.0
         for kernel, (taken, count) in whole.items():
             more = count - forwards.get(kernel, (0.0, 0))[1]

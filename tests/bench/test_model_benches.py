@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import shlex
 from pathlib import Path
@@ -15,8 +16,11 @@ import bench.crossover
 import bench.decode
 from bench.decode import parse_shape
 from bench.report import format_value
-from onela.bench.decode import part_of, times_apart
+from onela import BeamParams
+from onela.bench.decode import part_of, run_steps, start, times_apart
+from onela.bench.models import engine_of, random_model, vocabulary_of
 from onela.bench.operator import step_inputs, tree
+from tests.engine.test_graphs import with_graphs
 
 TINY = ["--device", "cpu", "--tiny"]
 
@@ -137,3 +141,25 @@ def test_a_step_of_every_arm_runs_at_a_depth_beyond_the_usual(
 ) -> None:
     shape = "1x2" if what == "operator" else "2x3"
     run(monkeypatch, bench.crossover, Path("unused"), "--what", what, "--shapes", shape, "--depths", "0", "9")
+
+
+def test_a_step_is_timed_over_the_inputs_that_it_had() -> None:
+    """What later steps write over the table is put back before a replay."""
+    model = random_model(bench.decode.TINY, torch.float32, torch.device("cpu"))
+    engine = engine_of(model, vocabulary_of(4, 64), "replay", cuda_graphs=False)
+    with_graphs(engine)
+    kept, hidden = engine.runner.beam_hidden, []
+    with torch.inference_mode():
+        steps = run_steps(engine, start(engine, 2, 40, BeamParams(beam_width=16)))
+        assert len(steps) == 3
+        for step in steps:
+            assert step.has_graph
+            step.restore()
+            assert step.table[0, 0, 1:3].tolist() == [16, 32]
+            step.graph.replay()
+            hidden.append(kept.rows.clone())
+        for before, after in itertools.pairwise(hidden):
+            assert not torch.equal(before, after)
+        steps[0].restore()
+        steps[0].graph.replay()
+        torch.testing.assert_close(kept.rows, hidden[0])
