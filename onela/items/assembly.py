@@ -42,6 +42,11 @@ class Assembled:
         """Finds keys among `id_keys`; made when it is first asked for."""
         return SortedKeys(self.id_keys)
 
+    @cached_property
+    def longest_id(self) -> int:
+        """Bytes of the longest id, 0 for integers."""
+        return self.columns.ids.longest
+
 
 def assemble(columns: CatalogColumns, duplicates: str = "error") -> Assembled:
     """Sort a catalogue.

@@ -75,10 +75,14 @@ class ItemCatalog:
             ConfigError: an unknown option value, or one that does not go with the format.
         """
         source = Path(path)
-        if format == "onela" or (format == "auto" and detect_format(source) == "onela"):
-            return cls._from_parts(storage.load(source), vocabulary)
-        options = ReadOptions(vocabulary, num_levels, radix, None if info is None else Path(info))
-        return cls._from_columns(read_catalog(source, format, options), vocabulary, duplicates)
+        try:
+            if format == "onela" or (format == "auto" and detect_format(source) == "onela"):
+                return cls._from_parts(storage.load(source), vocabulary)
+            options = ReadOptions(vocabulary, num_levels, radix, None if info is None else Path(info))
+            columns = read_catalog(source, format, options)
+        except OSError as error:  # a name that is too long, a folder that may not be looked into
+            raise CatalogError(f"cannot be read: {error.strerror or error}", path=str(path)) from error
+        return cls._from_columns(columns, vocabulary, duplicates)
 
     @classmethod
     def from_items(
@@ -345,20 +349,18 @@ class ItemCatalog:
         return None
 
     def find_many(self, item_ids: Sequence[int | str]) -> np.ndarray:
-        """The items of many ids, [M] int64; -1 where there is none. No Python per id but for hash collisions."""
-        column = self._parts.columns.ids
+        """The items of many ids, [M] int64; -1 where there is none.
+
+        No Python per id, but for hash collisions, and where some are of another type or longer than any here.
+        """
+        column, longest = self._parts.columns.ids, self._parts.longest_id
         try:
             wanted = IdColumn(id_column(item_ids))
         except (CatalogError, UnicodeEncodeError):
             wanted = None
-        if wanted is None or wanted.kind != column.kind:
-            # Some of them, or all, are no ids of this catalogue's kind.
-            expected = str if column.kind == "str" else int
-            known = [
-                place
-                for place, item_id in enumerate(item_ids)
-                if type(item_id) is expected and column.key_of(item_id) is not None
-            ]
+        # Hashing takes a pass per byte of the longest: a megabyte that cannot be found would take seconds.
+        if wanted is None or wanted.kind != column.kind or wanted.longest > longest:
+            known = [place for place, item_id in enumerate(item_ids) if column.may_hold(item_id, longest)]
             result = np.full(len(item_ids), -1, dtype=np.int64)
             if known:
                 result[known] = self.find_many([item_ids[place] for place in known])

@@ -215,6 +215,13 @@ class IdColumn:
         """One sortable number per id: the id itself, or the hash of a string."""
         return self.values.hashes() if isinstance(self.values, StringColumn) else self.values
 
+    @property
+    def longest(self) -> int:
+        """Bytes of the longest id, 0 for integers."""
+        return (
+            int(np.diff(self.values.offsets).max(initial=0)) if isinstance(self.values, StringColumn) else 0
+        )
+
     def key_of(self, item_id: object) -> int | None:
         """The key of one id, None if this column cannot hold such an id."""
         if isinstance(self.values, StringColumn):
@@ -222,6 +229,14 @@ class IdColumn:
         if not isinstance(item_id, (int, np.integer)) or isinstance(item_id, bool):
             return None
         return int(item_id) if -(2**63) <= item_id < 2**63 else None
+
+    def may_hold(self, item_id: object, longest: int) -> bool:
+        """Whether one id has the type of these, exactly, and strings at most `longest` bytes."""
+        if isinstance(self.values, StringColumn):
+            if type(item_id) is not str or len(item_id) > longest:
+                return False
+            return is_unicode(item_id) and len(item_id.encode()) <= longest
+        return type(item_id) is int and self.key_of(item_id) is not None
 
 
 def is_unicode(text: str) -> bool:

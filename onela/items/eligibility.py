@@ -125,11 +125,15 @@ class EligibilityIndex:
         Raises:
             RequestError: names the field and what is wrong with it.
         """
-        if not exclude_item_ids and allow_item_ids is None and not filter:
-            return None
+        if exclude_item_ids is None or (
+            isinstance(exclude_item_ids, Collection) and len(exclude_item_ids) == 0
+        ):
+            exclude_item_ids = ()
+            if allow_item_ids is None and not filter:
+                return None
         parsed = self.attributes.parse(filter) if filter else ()
         base = self._base(parsed)
-        excluded = self._items("exclude_item_ids", exclude_item_ids or ())
+        excluded = self._items("exclude_item_ids", exclude_item_ids)
         if allow_item_ids is not None:
             allowed = np.setdiff1d(
                 self._items("allow_item_ids", allow_item_ids), excluded, assume_unique=True
@@ -144,12 +148,11 @@ class EligibilityIndex:
         item_ids = list(item_ids)
         items = self.catalog.find_many(item_ids)
         items.sort()
-        if len(items) and items[0] < 0:  # is it none of the catalogue's, or no id at all?
-            expected, named = (str, "strings") if self.catalog.id_kind == "str" else (int, "integers")
-            if not set(map(type, item_ids)) <= {expected}:
-                for item_id in item_ids:
-                    if not isinstance(item_id, expected) or isinstance(item_id, bool):
-                        raise RequestError(field, f"the catalogue's ids are {named}", value=item_id)
+        if len(items) and items[0] < 0:  # is it none of the catalogue's, of another type, or no id at all?
+            kind: type = str if self.catalog.id_kind == "str" else int
+            if not set(map(type, item_ids)) <= {kind}:
+                items = self.catalog.find_many([_plain(field, item_id, kind) for item_id in item_ids])
+                items.sort()
             items = items[items >= 0]
         return _runs(items)[0]
 
@@ -232,6 +235,21 @@ class EligibilityIndex:
         # Nodes ascend level by level, and so do their words.
         first = np.flatnonzero(np.concatenate([[True], place[1:] != place[:-1]]))
         return place[first], np.bitwise_or.reduceat(bit, first)
+
+
+def _plain(field: str, item_id: Any, kind: type) -> int | str:
+    """An id as Python's own string or integer: NumPy has strings that are `str` too, and integers that are not `int`.
+
+    Raises:
+        RequestError: it is neither.
+    """
+    if kind is str and isinstance(item_id, str):
+        return str.__str__(item_id)  # not str(item_id): a member of an enumeration would give its name
+    if kind is int and isinstance(item_id, (int, np.integer)) and not isinstance(item_id, bool):
+        return int(item_id)
+    raise RequestError(
+        field, f"the catalogue's ids are {'strings' if kind is str else 'integers'}", value=item_id
+    )
 
 
 def _runs(ascending: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from onela.errors import RequestError
 from onela.items import Eligibility, EligibilityIndex, ItemCatalog, MaskPool
 from onela.items import attributes as attributes_module
 from onela.items.attributes import AttributeIndex
+from onela.items.columns import StringColumn
 
 LANGUAGES = ["en", "de", "fr"]
 
@@ -260,6 +262,37 @@ def test_string_ids_are_found_at_once() -> None:
     assert catalog.find_many([5, "item-1"]).tolist() == [-1, catalog.find("item-1")]
     colliding = build([{"sid": [0], "metadata": None}])
     assert colliding.find_many([0, 2**70, -(2**63), 1]).tolist() == [0, -1, -1, -1]
+
+
+def test_ids_may_be_numpys() -> None:
+    """`np.str_` is a `str`, so it must not pass as a string that no item has."""
+
+    class Film(str, enum.Enum):
+        HEAT = "i3"
+
+    strings = EligibilityIndex(ItemCatalog.from_items([{"item_id": f"i{n}", "sid": [n]} for n in range(9)]))
+    numbers = EligibilityIndex(build([{"sid": [n], "metadata": None} for n in range(9)]))
+    for ids in (np.array(["i3", "i4", "?"]), [np.str_("i3"), "i4", "?"], {"i3", "i4"}, [Film.HEAT, "i4"]):
+        eligibility = strings.compile(exclude_item_ids=ids)  # type: ignore[arg-type]
+        assert eligibility is not None
+        assert eligibility.excluded.tolist() == [3, 4]
+    for numbered in (np.array([3, 4, 99]), [np.int32(3), 4]):
+        eligibility = numbers.compile(exclude_item_ids=numbered)  # type: ignore[arg-type]
+        assert eligibility is not None
+        assert eligibility.excluded.tolist() == [3, 4]
+    for wrong in ([True], [3.0], ["3"], [np.bool_(True)], [None], np.array([3.0])):
+        with pytest.raises(RequestError, match="exclude_item_ids: the catalogue's ids are integers"):
+            numbers.compile(exclude_item_ids=wrong)  # type: ignore[arg-type]
+
+
+def test_an_id_longer_than_any_of_the_catalogue_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    catalog = ItemCatalog.from_items([{"item_id": name, "sid": [n]} for n, name in enumerate(("a", "bé"))])
+    hashed: list[int] = []
+    hashes = StringColumn.hashes
+    monkeypatch.setattr(StringColumn, "hashes", lambda self: hashed.append(len(self.data)) or hashes(self))
+    assert catalog.find_many(["bé", "9" * 100_000, "éé", "a"]).tolist() == [1, -1, -1, 0]
+    assert catalog.find_many(["x" * 100_000]).tolist() == [-1]
+    assert hashed == [4]
 
 
 def test_excluding_a_thousand_of_many_items_touches_little() -> None:
