@@ -24,9 +24,35 @@ from __future__ import annotations
 
 from typing import Any
 
+MAX_SHOWN = 200
+"""Characters of a field or value that a message quotes: both may be what a client has sent, megabytes of it."""
+_NOT_GIVEN = object()
+
 
 class OneLAError(Exception):
-    """Base of all errors raised by OneLA."""
+    """Base of all errors raised by OneLA. They can be pickled, so that a pool of processes hands them back."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.args, self.__dict__)
+
+
+def _rebuild(cls: type[OneLAError], args: tuple[Any, ...], attributes: dict[str, Any]) -> OneLAError:
+    error = cls.__new__(cls, *args)
+    error.__dict__.update(attributes)
+    return error
+
+
+def shorten(text: str) -> str:
+    """The text as a message quotes it."""
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... ({len(text)} characters)"
+
+
+def shown(value: Any) -> str:
+    """A value as a message quotes it."""
+    try:
+        return shorten(repr(value))
+    except Exception:  # Python writes no integer of thousands of digits, and an object may refuse too
+        return f"something of type {type(value).__name__} that cannot be written out"
 
 
 class ConfigError(OneLAError, ValueError):
@@ -71,19 +97,17 @@ class RequestError(OneLAError, ValueError):
     Args:
         field: name of the offending field, as the user wrote it.
         message: what is wrong with it.
-        value: the value that was given.
+        value: the value that was given; without one the message shows none.
     """
 
-    def __init__(self, field: str, message: str, *, value: Any = None) -> None:
+    def __init__(self, field: str, message: str, *, value: Any = _NOT_GIVEN) -> None:
         self.field = field
-        self.reason = message
-        self.value = value
-        given = "" if value is None else f" (got {value!r})"
-        super().__init__(f"{field}: {message}{given}")
+        self.reason = message if value is _NOT_GIVEN else f"{message} (got {shown(value)})"
+        super().__init__(f"{shorten(field)}: {self.reason}")
 
     def about(self, field: str) -> RequestError:
         """The same error of a field that the user wrote under another name."""
-        return RequestError(field, self.reason, value=self.value)
+        return RequestError(field, self.reason)
 
 
 class CapacityError(OneLAError):

@@ -108,7 +108,11 @@ class BeamParams:
             if target in values:
                 raise RequestError(name, f"given twice, also as {target}")
             values[target] = value
-        return cls(**values)
+        try:
+            return cls(**values)
+        except RequestError as error:
+            written = next((name for name in options if ALIASES.get(name) == error.field), error.field)
+            raise error.about(written) from error
 
     def widths(self, num_levels: int) -> tuple[int, ...]:
         """Beams asked for after each step of a vocabulary of `num_levels` levels.

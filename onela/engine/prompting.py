@@ -151,10 +151,14 @@ class PromptEncoder:
             try:
                 tokens[place] = operator.index(token)
             except TypeError:
-                raise RequestError(field, f"token {place} is not a whole number", value=token) from None
+                raise RequestError(
+                    field, f"the token in place {place} is not a whole number", value=token
+                ) from None
             if not 0 <= tokens[place] < self.vocab_size:
                 raise RequestError(
-                    field, f"token {place} lies outside the vocabulary of {self.vocab_size}", value=token
+                    field,
+                    f"the token in place {place} lies outside the vocabulary of {self.vocab_size}",
+                    value=token,
                 )
         return tokens
 

@@ -50,7 +50,9 @@ class Request:
         if isinstance(self.priority, bool) or not isinstance(self.priority, int):
             raise RequestError("priority", "a whole number is expected", value=self.priority)
         if self.timeout_s is not None and not (_is_number(self.timeout_s) and self.timeout_s > 0):
-            raise RequestError("timeout_s", "a number of seconds above 0 is expected", value=self.timeout_s)
+            raise RequestError(
+                "timeout_s", "a finite number of seconds above 0 is expected", value=self.timeout_s
+            )
         if self.params is not None and not isinstance(self.params, BeamParams):
             raise RequestError(
                 "params", "a BeamParams is expected; BeamParams.parse takes a mapping", value=self.params

@@ -164,9 +164,15 @@ class TestRefused:
                 "messages: the text is not valid Unicode",
             ),
             ({"prompt_token_ids": []}, "prompt_token_ids: at least one token is needed"),
-            ({"prompt_token_ids": [1, 2.5]}, "prompt_token_ids: token 1 is not a whole number"),
-            ({"prompt_token_ids": [1, 10000]}, "prompt_token_ids: token 1 lies outside the vocabulary"),
-            ({"prompt_token_ids": [-1]}, "prompt_token_ids: token 0 lies outside the vocabulary"),
+            ({"prompt_token_ids": [1, 2.5]}, "prompt_token_ids: the token in place 1 is not a whole number"),
+            (
+                {"prompt_token_ids": [1, 10000]},
+                "prompt_token_ids: the token in place 1 lies outside the vocabulary",
+            ),
+            (
+                {"prompt_token_ids": [-1]},
+                "prompt_token_ids: the token in place 0 lies outside the vocabulary",
+            ),
         ],
     )
     def test_unusable_prompts(self, tokenizer: Any, prompt: dict[str, Any], message: str) -> None:
@@ -192,7 +198,9 @@ class TestRefused:
         assert not caplog.text
 
     def test_text_beyond_the_model(self, tokenizer: Any) -> None:
-        with pytest.raises(RequestError, match="prompt: token 1 lies outside the vocabulary of 264"):
+        with pytest.raises(
+            RequestError, match="prompt: the token in place 1 lies outside the vocabulary of 264"
+        ):
             encoder(tokenizer, 264, forced_prefix="").encode(Request(prompt="<s_a_2><s_b_2>"))
 
     @pytest.mark.parametrize(
