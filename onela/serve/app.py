@@ -140,6 +140,10 @@ def _handle_errors(app: FastAPI) -> None:
             logger.error("a request failed: %s", error, exc_info=error)
         return error_response(error)
 
+    @app.exception_handler(Exception)
+    async def unforeseen(_: Request, error: Exception) -> Json:
+        return error_response(EngineError(f"the server failed unexpectedly: {type(error).__name__}"))
+
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Json:
         return validation_response(error.errors(), error.body)

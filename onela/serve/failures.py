@@ -16,6 +16,8 @@ from onela.errors import (
     QueueFullError,
     RequestError,
     UnavailableError,
+    shorten,
+    shown,
 )
 from onela.serve.wire import Json
 
@@ -40,7 +42,7 @@ def classify(error: OneLAError) -> tuple[int, str, str]:
 
 def error_body(message: str, kind: str, code: str, param: str | None = None) -> dict[str, Any]:
     """The body of an error, in OpenAI's form."""
-    param = None if param is None else _printable(param)
+    param = None if param is None else _printable(shorten(param))
     return {"error": {"message": _printable(message), "type": kind, "param": param, "code": code}}
 
 
@@ -65,10 +67,18 @@ def validation_response(errors: Sequence[Any], body: Any) -> Json:
     """The answer to a body that has the wrong shape: every field that is wrong, the first one as `param`."""
     wrong: dict[tuple[str, str], None] = {}
     for error in errors[:20]:
-        wrong[_field(error, body), error["msg"]] = None
-    message = "; ".join(f"{field}: {text}" for field, text in wrong)
+        wrong[_field(error, body), error["msg"] + _got(error)] = None
+    message = "; ".join(f"{shorten(field)}: {text}" for field, text in wrong)
     first, _ = next(iter(wrong))
     return Json(error_body(message, "invalid_request_error", "invalid_request", first), 422)
+
+
+def _got(error: Any) -> str:
+    """The value that was given, where it is one and not the whole body or a list."""
+    given = error.get("input")
+    if error["type"] in ("missing", "extra_forbidden") or isinstance(given, (dict, list)):
+        return ""
+    return f" (got {shown(given)})"
 
 
 def _field(error: Any, body: Any) -> str:

@@ -140,6 +140,15 @@ class OpenAIRequest(Shared):
     stream: Literal[False] = False
     user: Name | None = Field(None, description="The same as session_id.")
 
+    @property
+    def width_field(self) -> str:
+        """Which field the width comes from."""
+        return "n" if self.beam_width is None and self.n is not None else "beam_width"
+
+    def make_request(self, config: ServerConfig, params: BeamParams, **prompt: Any) -> Request:
+        with field_called("beam_width", self.width_field):
+            return super().make_request(config, params, **prompt)
+
     def beam_params(self, config: ServerConfig, num_levels: int) -> BeamParams:
         """Options of the beam search. Raises `RequestError`."""
         if self.temperature not in (None, 0, 1):
@@ -154,13 +163,14 @@ class OpenAIRequest(Shared):
         # A SID ends by itself, as other text does with an end token: a larger limit is not an error.
         tokens = None if self.max_tokens is None else min(self.max_tokens, num_levels)
         wanted = self.n if self.n is not None else width if self.beam_width is not None else 1
-        return BeamParams(
-            beam_width=width,
-            num_return_sequences=wanted,
-            max_tokens=tokens,
-            length_penalty=self.length_penalty,
-            normalizer=self.normalizer,
-        )
+        with field_called("num_return_sequences", "n"):
+            return BeamParams(
+                beam_width=width,
+                num_return_sequences=wanted,
+                max_tokens=tokens,
+                length_penalty=self.length_penalty,
+                normalizer=self.normalizer,
+            )
 
 
 class CompletionRequest(OpenAIRequest):
@@ -311,4 +321,4 @@ def recommend_body(result: Result, model: str) -> dict[str, Any]:
 def _limit(field: str, value: int, limit: int, what: str = "") -> None:
     if value > limit:
         unit = f" {what}" if what else ""
-        raise RequestError(field, f"at most {limit}{unit}", value=f"{value}{unit}")
+        raise RequestError(field, f"at most {limit}{unit} (got {value}{unit})")

@@ -102,7 +102,8 @@ def test_text_and_messages(client: httpx.Client) -> None:
         ({"beam_width": 0}, "beam_width"),
         ({"beam_width": "20"}, "beam_width"),
         ({"beam_width": 201}, "beam_width"),
-        ({"n": 21}, "num_return_sequences"),
+        ({"n": 21}, "n"),
+        ({"n": None, "num_return_sequences": 21}, "num_return_sequences"),
         ({"n": 5, "num_return_sequences": 5}, "n"),
         ({"beam_width_array": [5, 201, 5]}, "beam_width_array"),
         ({"max_tokens": 4}, "max_tokens"),
@@ -133,6 +134,28 @@ def test_a_wrong_field_is_422_and_named(client: httpx.Client, change: dict[str, 
     assert error["param"] == field
     assert error["type"] == "invalid_request_error"
     assert field in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("change", "value"),
+    [
+        ({"beam_width": 0}, "(got 0)"),
+        ({"beam_width": 201}, "at most 200 (got 201)"),
+        ({"timeout_s": -1}, "(got -1)"),
+        ({"normalizer": "none"}, "(got 'none')"),
+        ({"exclude_item_ids": [None]}, "(got None)"),
+        ({"filter": {"x" * 20_000: 1}}, "no item of the catalogue has this attribute"),
+        ({"y" * 20_000: 1}, "not permitted"),
+        ({"prompt_token_ids": ["z" * 20_000]}, "zzz... (20002 characters)"),
+    ],
+)
+def test_the_message_has_the_value_and_few_words(
+    client: httpx.Client, change: dict[str, Any], value: str
+) -> None:
+    response = client.post("/v1/recommend", json={**BODY, **change})
+    assert response.status_code == 422
+    assert value in response.json()["error"]["message"]
+    assert len(response.content) < 1200
 
 
 @pytest.mark.parametrize("prompt", [[97], [5] * 301, [[5], [97]], [[5], [6] * 301]])
@@ -199,6 +222,20 @@ def test_what_nobody_foresaw_is_500_in_the_same_form(stream: bool, caplog: pytes
         engine.prepare = prepare  # type: ignore[method-assign]
         assert client.post("/v1/recommend", json=BODY).status_code == 200
     assert "KeyError" in caplog.text
+
+
+def test_a_route_that_breaks_is_500_in_the_same_form(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise KeyError("a secret")
+
+    monkeypatch.setattr(client.server.metrics, "render", broken)  # type: ignore[attr-defined]
+    response = client.get("/metrics", headers={"connection": "close"})
+    assert response.status_code == 500
+    assert response.json()["error"]["code"] == "engine_error"
+    assert "KeyError" in response.json()["error"]["message"]
+    assert "secret" not in response.text
 
 
 def read_events(response: httpx.Response) -> list[tuple[str, dict[str, Any]]]:
@@ -371,7 +408,8 @@ def test_a_catalogue_is_loaded_switched_and_rolled_back(tmp_path: Path) -> None:
         for outside in ("/etc/hosts", str(inside / ".." / "x"), str(inside / "link.jsonl")):
             assert "outside catalog_dir" in call("load", 422, path=outside)["error"]["message"]
         assert call("load", 422, path=str(path), format="tea")["error"]["code"] == "invalid_option"
-        assert call("load", 422, path="a\0b")["error"]["code"] == "invalid_catalog"
+        for no_path in ("a\0b", str(inside / ("x" * 4000))):
+            assert call("load", 422, path=no_path)["error"]["code"] == "invalid_catalog"
         staged = call("load", path=str(path))
         assert staged["active"] == CATALOG.version
         assert client.post("/v1/recommend", json=BODY).json()["catalog_version"] == CATALOG.version

@@ -127,7 +127,9 @@ def test_filters_go_into_the_extra_body(client: Any) -> None:
         ({"presence_penalty": 1.0}, "presence_penalty"),
         ({"extra_body": {"use_beam_search": False}}, "use_beam_search"),
         ({"extra_body": {"best_of": 4}}, "best_of"),
-        ({"n": 5, "extra_body": {"beam_width": 4}}, "num_return_sequences"),
+        ({"n": 5, "extra_body": {"beam_width": 4}}, "n"),
+        ({"n": 2000}, "n"),
+        ({"n": 5, "extra_body": {"beam_width": 2000}}, "beam_width"),
     ],
 )
 def test_what_a_beam_search_cannot_do_is_refused_by_name(
