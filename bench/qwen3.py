@@ -37,6 +37,7 @@ from bench.decode import print_kernels, time_steps
 from onela import BeamParams, Engine, EngineConfig, Request, SidVocabulary
 from onela.bench.models import matrix_products, random_model
 from onela.decoding import BeamSearch
+from onela.engine.scheduler import Batch
 from onela.engine.served import ServedCatalog
 from onela.items import ItemTrie
 
@@ -119,15 +120,14 @@ class Marks:
     def __init__(self, engine: Engine) -> None:
         self.on_gpu = engine.device.type == "cuda"
         self.marks: list[Any] = []
-        select = engine._select
+        run = engine.runner.run
 
-        def marked(*args: Any) -> Any:
-            out = select(*args)
-            if out:
+        def marked(batch: Batch) -> None:
+            run(batch)
+            if batch.requests:
                 self.add()
-            return out
 
-        engine._select = marked  # type: ignore[method-assign]
+        engine.runner.run = marked  # type: ignore[method-assign]
 
     def add(self) -> None:
         if self.on_gpu:

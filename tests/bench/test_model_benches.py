@@ -14,6 +14,7 @@ import torch
 
 import bench.crossover
 import bench.decode
+import bench.qwen3
 from bench.decode import parse_shape
 from bench.report import format_value
 from onela import BeamParams
@@ -163,3 +164,13 @@ def test_a_step_is_timed_over_the_inputs_that_it_had() -> None:
         steps[0].restore()
         steps[0].graph.replay()
         torch.testing.assert_close(kept.rows, hidden[0])
+
+
+def test_a_request_of_a_recommender_and_its_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(bench.qwen3.CASES, "1.7b", bench.qwen3.Case("small", bench.qwen3.QWEN3_1_7B, 40, 8))
+    words = shlex.split("--cases 1.7b --dtype float32 --repeat 2 --warm 1")
+    lines = run(monkeypatch, bench.qwen3, tmp_path / "lines.jsonl", *words)
+    found = {line["metric"]: line["value"] for line in lines}
+    assert list(found) == ["request_time", "prefill_time", "decode_time", "step_time"]
+    assert found["prefill_time"] + found["decode_time"] < 2 * found["request_time"]
+    assert all(value > 0 for value in found.values())
