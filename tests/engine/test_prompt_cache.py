@@ -329,7 +329,8 @@ def test_a_real_model_answers_the_same_cold_hot_and_from_the_host(checkpoint: Pa
         request = Request(prompt_token_ids=[*history[:length], 3, 4])
         [expected] = probe.generate([request], params)
         [result] = engine.generate([request], params)
-        check_equal(result.items, [(item.sid, item.cum_logprob) for item in expected.items])
+        # Random weights make long prompts' states sensitive: where a prompt was cut moves fp32 scores by up to 1e-4.
+        check_equal(result.items, [(item.sid, item.cum_logprob) for item in expected.items], tolerance=5e-4)
         cached.append(result.usage.cached_tokens)
     # The entry of the longest prompts is larger than the whole budget, and is not kept.
     assert cached == [0, 112, 112, 128, 112, 128, 128]
