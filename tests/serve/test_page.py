@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import html
+import json
 import re
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import pytest
 
+from onela.serve.stream import Watch
 from tests.serve.browser import BROWSER, browsing
 from tests.serve.helpers import serving, text_engine
 
@@ -43,3 +47,16 @@ def test_a_browser_shows_the_tree_the_items_and_the_times(tmp_path: Path) -> Non
     assert len(re.findall(r"<circle", page)) > 26
     assert len(re.findall(r"<path[^>]*class=\"best", page)) >= 4
     assert "catalogue" in page
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
+def test_a_stream_that_is_cut_short_is_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def cut(self: Watch, first: Any, finish: Any) -> AsyncIterator[str]:
+        yield f"event: step\ndata: {json.dumps(first)}\n\n"
+        await self.cancel()
+
+    monkeypatch.setattr(Watch, "events", cut)
+    with serving(text_engine()) as client, browsing(tmp_path) as browser:
+        page = browser.page(f"{client.base_url}/?prompt={quote('5, 6, 7')}&width=20", "#message.error")
+    assert "the answer was cut short" in page
