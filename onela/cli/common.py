@@ -93,14 +93,14 @@ def read_vocabulary(path: Path) -> SidVocabulary:
     return SidVocabulary.from_token_ids(levels)
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read a JSONL file of objects, `-` for standard input. Raises `ConfigError` that names the line."""
+def read_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    """The objects of a JSONL file and where each stands; `-`: standard input. Raises `ConfigError` that says where."""
     name = "standard input" if str(path) == "-" else str(path)
     try:
         text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{name}: not readable ({error})") from None
-    return [row for _, row in json_rows(text, name)]
+    return [(f"{name}, line {number}", row) for number, row in json_rows(text, name)]
 
 
 def print_json(value: Any) -> None:

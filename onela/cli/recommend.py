@@ -29,6 +29,8 @@ from onela.decoding import BeamParams
 from onela.engine import Request, Result
 from onela.errors import RequestError
 
+FIELDS = tuple(sorted(field.name for field in dataclasses.fields(Request)))
+
 
 def recommend(
     model: ModelPath,
@@ -42,7 +44,8 @@ def recommend(
         Path | None,
         typer.Option(
             "--requests",
-            help="JSONL with prompt_token_ids, prompt or messages per line; '-' for standard input.",
+            help="JSONL with prompt_token_ids, prompt or messages per line, and what else a request may have; "
+            "'-' for standard input.",
         ),
     ] = None,
     catalog: CatalogOption = None,
@@ -79,9 +82,10 @@ def recommend(
     )
     asked = [Request(prompt=text) for text in prompt or []]
     asked += [Request(prompt_token_ids=_parse_tokens(text)) for text in tokens or []]
-    asked += [_parse_request(row) for row in (read_lines(requests) if requests is not None else [])]
+    asked += [_parse_request(*line) for line in (read_lines(requests) if requests is not None else [])]
     if not asked:
-        raise RequestError("--prompt", "give --prompt, --tokens or --requests")
+        empty = "" if requests is None else f"; {requests} has none"
+        raise RequestError("--prompt", f"give --prompt, --tokens or --requests{empty}")
     engine = load_engine(
         model,
         catalog,
@@ -125,16 +129,12 @@ def _parse_tokens(text: str) -> list[int]:
         raise RequestError("--tokens", "whole numbers with commas between are expected", value=text) from None
 
 
-def _parse_request(row: dict[str, Any]) -> Request:
-    known = {"prompt_token_ids", "prompt", "messages", "request_id", "params"}
-    for name in row:
-        if name not in known:
-            raise RequestError(name, f"unknown field; known are {', '.join(sorted(known))}")
-    params = row.get("params")
-    return Request(
-        prompt_token_ids=row.get("prompt_token_ids"),
-        prompt=row.get("prompt"),
-        messages=row.get("messages"),
-        request_id=row.get("request_id"),
-        params=None if params is None else BeamParams.parse(params),
-    )
+def _parse_request(place: str, row: dict[str, Any]) -> Request:
+    try:
+        for name in row:
+            if name not in FIELDS:
+                raise RequestError(name, f"unknown field; known are {', '.join(FIELDS)}")
+        params = row.get("params")
+        return Request(**{**row, "params": None if params is None else BeamParams.parse(params)})
+    except RequestError as error:
+        raise error.about(f"{place}: {error.field}") from None

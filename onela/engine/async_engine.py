@@ -162,8 +162,9 @@ class AsyncEngine:
             raise EngineError(f"the request cannot be read: {type(error).__name__}: {error}") from error
         length = len(active.prompt_token_ids)
         if self.max_prompt_tokens is not None and length > self.max_prompt_tokens:
-            limit = f"at most {self.max_prompt_tokens} tokens"
-            raise RequestError(prompt_field(request), limit, value=f"{length} tokens")
+            raise RequestError(
+                prompt_field(request), f"at most {self.max_prompt_tokens} tokens (got {length})"
+            )
         if isinstance(active.outcome, Result):
             return active.outcome
         active.observer = observer

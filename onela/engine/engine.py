@@ -332,7 +332,7 @@ class Engine:
         limit = self.model.config.max_position_embeddings - len(asked_widths) + 1
         if len(tokens) > limit:
             raise RequestError(
-                prompt_field(request), f"at most {limit} tokens for this model", value=f"{len(tokens)} tokens"
+                prompt_field(request), f"at most {limit} tokens for this model (got {len(tokens)})"
             )
         served = self.served
         eligibility = served.compile(request)

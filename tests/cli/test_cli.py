@@ -127,6 +127,30 @@ def test_recommend_from_a_file_and_from_standard_input(files: dict[str, str], tm
     assert [a["items"] for a in answers(from_file)] == [a["items"] for a in answers(from_input)]
 
 
+def test_a_file_of_requests_may_have_all_of_a_request_and_errors_name_the_line(
+    files: dict[str, str], tmp_path: Path
+) -> None:
+    file = tmp_path / "requests.jsonl"
+    asked = ["recommend", *arguments(files), "--requests", str(file), "--json"]
+    file.write_text('{"prompt_token_ids": [7]}\n')
+    first, *others = json.loads(run(*asked).stdout)["items"]
+    file.write_text(json.dumps({"prompt_token_ids": [7], "exclude_item_ids": first["item_ids"]}) + "\n")
+    assert [item["sid"] for item in json.loads(run(*asked).stdout)["items"]][: len(others)] == [
+        item["sid"] for item in others
+    ]
+    for line, wrong in (
+        ({"prompt_token_ids": [7], "colour": 1}, "colour: unknown field; known are allow_item_ids, "),
+        ({"prompt_token_ids": [7], "params": {"n": 0}}, "n: a whole number of at least 1"),
+        ({}, "prompt_token_ids: give exactly one"),
+        (None, "has none"),
+    ):
+        file.write_text("\n" if line is None else "\n" + json.dumps(line) + "\n")
+        done = run(*asked, code=2)
+        assert wrong in done.stderr
+        assert str(file) in done.stderr
+        assert line is None or f"{file}, line 2: {wrong}" in done.stderr
+
+
 def test_verify(files: dict[str, str]) -> None:
     done = run("verify", *arguments(files), "--beam-width", "16", "--prompt-tokens", "40", "--json")
     report = json.loads(done.stdout)

@@ -13,7 +13,10 @@ from onela.cli.common import read_lines
 def test_a_string_may_hold_any_separator_of_lines(tmp_path: Path) -> None:
     file = tmp_path / "requests.jsonl"
     file.write_bytes('{"prompt": "a\u2028b\x85c"}\r\n\n{"prompt": "d"}\n'.encode())
-    assert read_lines(file) == [{"prompt": "a\u2028b\x85c"}, {"prompt": "d"}]
+    assert read_lines(file) == [
+        (f"{file}, line 1", {"prompt": "a\u2028b\x85c"}),
+        (f"{file}, line 3", {"prompt": "d"}),
+    ]
 
 
 @pytest.mark.parametrize(
