@@ -14,13 +14,15 @@ from tests.docs_tables import options_table
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")])
 PATHS = re.compile(r"`((?:onela|tests|bench|docs|examples|deploy|\.ci)/[\w./-]*[\w-])`")
+INSIDE = re.compile(r"`((?:ops|state|models|items|decoding|engine|serve|cli)/[\w./-]*[\w-])`")
 LINKS = re.compile(r"\]\((?!https?://|#)([^)#\s]+)")
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
 def test_files_named_in_the_documents_exist(document: Path) -> None:
     text = document.read_text()
-    missing = [name for name in PATHS.findall(text) if not (ROOT / name).exists()]
+    missing = [name for name in INSIDE.findall(text) if not (ROOT / "onela" / name).exists()]
+    missing += [name for name in PATHS.findall(text) if not (ROOT / name).exists()]
     missing += [name for name in LINKS.findall(text) if not (document.parent / name).exists()]
     assert not missing, f"{document.name} names {missing}"
 

@@ -87,6 +87,9 @@ def main() -> None:
     )
     reused = " (quality and backends reused from the run before; --fresh measures again)" if cached else ""
     console.print(f"The same figures stand in {build / 'report.json'}{reused}.")
+    console.print(
+        f"The checkpoint and its catalogue are in {checkpoint}: README.md says what to try on them."
+    )
 
 
 def request_of(data: MovieLens, history: list[int], window: int, engine: onela.Engine) -> onela.Request:
