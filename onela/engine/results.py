@@ -98,7 +98,7 @@ def make_result(request: ActiveRequest, beams: HostBeams, vocabulary: SidVocabul
         finish_reason=finish_reason,
         reason=None
         if enough
-        else f"{request.asked} were asked for, {num_legal} legal ones were in the beams",
+        else f"{request.asked} were asked for; of legal ones the beams have {num_legal}",
         usage=Usage(
             prompt_tokens=len(request.prompt_token_ids),
             completion_tokens=length,

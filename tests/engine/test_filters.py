@@ -95,7 +95,7 @@ def test_fewer_than_asked_for_says_so() -> None:
     [result] = fake_engine(CATALOG).generate([Request(prompt_token_ids=[5], allow_item_ids=[3, 50])], ALL)
     assert len(result.items) == 2
     assert result.finish_reason == "exhausted"
-    assert result.reason == "120 were asked for, 2 legal ones were in the beams"
+    assert result.reason == "120 were asked for; of legal ones the beams have 2"
 
 
 def test_prefixes_obey_filters_too() -> None:
