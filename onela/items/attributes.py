@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from onela.errors import RequestError
+from onela.errors import CatalogError, RequestError
 from onela.items.catalog import ItemCatalog
 
 Value = tuple[str, Any]
@@ -30,12 +30,15 @@ class AttributeIndex:
 
     Attributes:
         names: attributes that can be filtered by. too_many: attributes that were left out.
+    Raises:
+        CatalogError: a text that is no JSON, in a saved catalogue that is damaged.
     """
 
     def __init__(self, catalog: ItemCatalog) -> None:
         self.num_items = catalog.num_items
         self._pairs: dict[tuple[str, Value], int] = {}
         self._num_values: dict[str, int] = {}
+        self._source = catalog.source
         self._read(catalog)
         self.too_many = frozenset(name for name, count in self._num_values.items() if count > MAX_VALUES)
         self.names = frozenset(self._num_values) - self.too_many
@@ -54,8 +57,10 @@ class AttributeIndex:
             if name in self.too_many:
                 raise RequestError(field, f"has more than {MAX_VALUES} values, and cannot be filtered by")
             if name not in self.names:
-                known = ", ".join(sorted(self.names)) or "none"
-                raise RequestError(field, f"no item of the catalogue has this attribute; known are {known}")
+                known = (
+                    f"known are {', '.join(sorted(self.names))}" if self.names else "they have no metadata"
+                )
+                raise RequestError(field, f"no item of the catalogue has this attribute; {known}")
             wanted = filter[name]
             values = wanted if isinstance(wanted, (list, tuple)) else [wanted]
             if not all(type(value) in _KINDS for value in values):
@@ -108,7 +113,10 @@ class AttributeIndex:
 
     def _parse(self, text: bytes) -> list[int]:
         """Numbers of the (attribute, value) pairs in one metadata text."""
-        metadata = json.loads(text) if text else None
+        try:
+            metadata = json.loads(text) if text else None
+        except (ValueError, RecursionError) as error:
+            raise CatalogError(f"metadata {text[:80]!r} is not JSON: {error}", path=self._source) from error
         if not isinstance(metadata, dict):
             return []
         found = set()

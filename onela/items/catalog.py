@@ -77,7 +77,10 @@ class ItemCatalog:
         source = Path(path)
         try:
             if format == "onela" or (format == "auto" and detect_format(source) == "onela"):
-                return cls._from_parts(storage.load(source), vocabulary)
+                parts = storage.load(source)
+                if vocabulary is not None:  # it is going to be served, or to be compared with the tokenizer
+                    storage.check(parts)
+                return cls._from_parts(parts, vocabulary)
             options = ReadOptions(vocabulary, num_levels, radix, None if info is None else Path(info))
             columns = read_catalog(source, format, options)
         except OSError as error:  # a name that is too long, a folder that may not be looked into
@@ -246,6 +249,11 @@ class ItemCatalog:
     def item_offsets(self) -> np.ndarray:
         """[num_sids + 1]; the items of SID s are `item_offsets[s] : item_offsets[s + 1]`. Never write into it."""
         return self._parts.item_offsets
+
+    @property
+    def source(self) -> str | None:
+        """The file or directory that the catalogue was read from."""
+        return self._parts.columns.source
 
     @property
     def id_kind(self) -> str:

@@ -50,7 +50,9 @@ def read_parquet(path: Path, builder: CatalogBuilder) -> None:
             columns = {field: batch.column(name) for field, name in names.items()}
             _add_batch(pa, builder, columns, first)
             first += len(batch)
-    except (pa.ArrowException, OSError) as error:
+    except CatalogError:
+        raise
+    except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: text that is no UTF-8
         raise CatalogError(
             f"cannot be read after row {first - 1}: {error}", path=str(path), line=first
         ) from error

@@ -82,14 +82,63 @@ def _write(parts: Assembled, folder: Path) -> None:
 
 
 def load(path: str | os.PathLike[str]) -> Assembled:
-    """Memory-map a catalogue.
+    """Memory-map a catalogue. What the arrays hold is not looked at; `check` does that.
 
     Raises:
         CatalogError: no catalogue there, another format version, or files that do not fit the header.
     """
     folder = Path(path)
+    try:
+        return _load(folder)
+    except (
+        TypeError,
+        KeyError,
+        IndexError,
+        AttributeError,
+    ) as error:  # an entry that is no list, a missing one
+        raise CatalogError(f"a header is damaged: {error!r}", path=str(folder)) from error
+
+
+def check(parts: Assembled) -> None:
+    """Refuse arrays that lead to places that are not there. Reads all: a sixth of a second for ten million items.
+
+    Raises:
+        CatalogError: names the array.
+    """
+    trie, columns, where = parts.trie, parts.columns, parts.columns.source
+
+    def must(holds: bool, name: str) -> None:
+        if not holds:
+            raise CatalogError(f"{name} is damaged; save the catalogue again", path=where)
+
+    for level, (offsets, codes) in enumerate(zip(trie.offsets, trie.codes)):
+        name = f"trie_offsets_{level}.npy"
+        counts = np.diff(offsets)
+        must(int(offsets[0]) == 0 and int(counts.min()) > 0, name)
+        must(int(counts.max()) == trie.max_children[level], "trie.json")
+        ascending = np.diff(codes) > 0
+        ascending[offsets[1:-1] - 1] = True
+        inside = int(codes.min()) >= 0 and int(codes.max()) < trie.codebook_sizes[level]
+        must(inside and bool(ascending.all()), f"trie_codes_{level}.npy")
+    must(int(parts.item_offsets[0]) == 0 and int(np.diff(parts.item_offsets).min()) > 0, "item_offsets.npy")
+    rows = parts.id_rows
+    must(int(rows.min()) >= 0 and int(rows.max()) < len(columns.ids), "id_rows.npy")
+    must(bool((parts.id_keys[1:] >= parts.id_keys[:-1]).all()), "id_keys.npy")
+    for name, column in (
+        ("ids", columns.ids.values),
+        ("titles", columns.titles),
+        ("metadata", columns.metadata),
+    ):
+        if isinstance(column, StringColumn):
+            lengths = np.diff(column.offsets)
+            must(int(column.offsets[0]) == 0 and int(lengths.min()) >= 0, f"{name}_offsets.npy")
+
+
+def _load(folder: Path) -> Assembled:
     header = read_header(folder / HEADER, _FIELDS, FORMAT_VERSION)
     num_items, texts = header["num_items"], header["texts"]
+    if not isinstance(header["version"], str):
+        raise CatalogError("field 'version' is no text", path=str(folder / HEADER))
     trie = ItemTrie.load(folder)
 
     def text(name: str) -> StringColumn | None:

@@ -280,7 +280,7 @@ def load_array(path: Path, shape: tuple[int, ...], kinds: str) -> np.ndarray:
     """Memory-map one array. Copy-on-write: torch takes it without a warning, the file can never change."""
     try:
         mapped = np.load(path, mmap_mode="c" if all(shape) else None, allow_pickle=False)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # NumPy reads the header as Python, and a damaged one raises what that raises
         raise CatalogError(f"cannot be read: {error}", path=str(path)) from error
     array: np.ndarray = mapped.view(
         np.ndarray

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 
 from onela.errors import CatalogError
-from onela.items import CatalogItem, ItemCatalog
+from onela.items import CatalogItem, ItemCatalog, SidVocabulary
+from onela.items.attributes import AttributeIndex
 
 ITEMS = [
     CatalogItem("x", (1, 2), "X", {"k": 1}, 2.0),
@@ -100,6 +102,9 @@ def test_texts_of_no_length(tmp_path: Path) -> None:
         ("catalog.json", {"format": 2}, "format 2, this version reads format 1"),
         ("catalog.json", {"version": None}, "field 'version' is missing"),
         ("catalog.json", {"texts": {}}, "field 'texts' lacks the item ids"),
+        ("catalog.json", {"texts": 5}, "a header is damaged"),
+        ("catalog.json", {"version": 5}, "field 'version' is no text"),
+        ("trie.json", {"num_nodes": [1]}, "a header is damaged"),
     ],
 )
 def test_damage_is_named(tmp_path: Path, name: str, content: np.ndarray | dict | None, message: str) -> None:
@@ -116,6 +121,44 @@ def test_damage_is_named(tmp_path: Path, name: str, content: np.ndarray | dict |
         )
     with pytest.raises(CatalogError, match=message):
         ItemCatalog.load(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("trie_offsets_1.npy", np.array([0, 9, 2], dtype=np.int32)),
+        ("trie_offsets_1.npy", np.array([0, 0, 2], dtype=np.int32)),
+        ("trie_codes_0.npy", np.array([0, 9], dtype=np.int32)),
+        ("trie_codes_0.npy", np.array([-1, 1], dtype=np.int32)),
+        ("trie_codes_0.npy", np.array([1, 0], dtype=np.int32)),
+        ("item_offsets.npy", np.array([0, 4, 3], dtype=np.int32)),
+        ("id_rows.npy", np.array([0, 1, 3], dtype=np.int32)),
+        ("id_keys.npy", np.array([2, 1, 3], dtype=np.uint64)),
+        ("ids_offsets.npy", np.array([0, 2, 1, 3], dtype=np.int64)),
+        ("trie.json", {"max_children": [1, 1]}),
+    ],
+)
+def test_what_leads_nowhere_is_refused_before_it_is_served(
+    tmp_path: Path, name: str, content: np.ndarray | dict
+) -> None:
+    path = tmp_path / "c"
+    vocabulary = SidVocabulary.from_token_ids([[5, 6], [7, 8, 9]])
+    ItemCatalog.from_items(ITEMS).save(path)
+    assert ItemCatalog.load(path, vocabulary).num_items == 3
+    if isinstance(content, np.ndarray):
+        assert content.shape == np.load(path / name).shape
+        np.save(path / name, content)
+    else:
+        (path / name).write_text(json.dumps({**json.loads((path / name).read_text()), **content}))
+    with pytest.raises(CatalogError, match=rf"c: {re.escape(name)} is damaged; save the catalogue again"):
+        ItemCatalog.load(path, vocabulary)
+
+
+def test_metadata_that_is_no_json_is_a_catalogues_fault(tmp_path: Path) -> None:
+    ItemCatalog.from_items(ITEMS).save(tmp_path / "c")
+    np.save(tmp_path / "c" / "metadata_data.npy", np.frombuffer(b'{"k":x}', dtype=np.uint8))
+    with pytest.raises(CatalogError, match=r"c: metadata b'{\"k\":x}' is not JSON"):
+        AttributeIndex(ItemCatalog.load(tmp_path / "c"))
 
 
 def test_a_moved_catalogue_loads(tmp_path: Path) -> None:
