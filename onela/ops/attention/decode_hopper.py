@@ -23,15 +23,18 @@ MAX_PAIRS = 1024
 _FLAGS: dict[tuple[torch.device, int], Tensor] = {}
 
 
-def supports(q: Tensor, k_cache: Tensor, records_k: Tensor) -> bool:
-    """Whether the kernel takes these tensors: half precision, heads of 64, 128 or 256, pages of 64 or more."""
+def supports(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, records_k: Tensor) -> bool:
+    """Whether the kernel takes these tensors: half precision, heads of 64, 128 or 256, pages of 64 or more.
+
+    The heads of q, k and v begin in multiples of 16 bytes.
+    """
     return (
         q.is_cuda
         and torch.cuda.get_device_capability(q.device)[0] == 9
         and q.dtype in (torch.bfloat16, torch.float16)
         and q.shape[-1] in LAUNCH
-        and q.data_ptr() % 16 == 0
-        and q.stride(0) % 8 == 0
+        and k.dtype == v.dtype == q.dtype
+        and all(x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0 for x in (q, k, v))
         and k_cache.shape[1] >= BLOCK_N
         and k_cache.shape[1] & (k_cache.shape[1] - 1) == 0
         and k_cache.shape[0] > 0

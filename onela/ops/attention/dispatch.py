@@ -62,7 +62,7 @@ def beam_attention(
     from onela.ops.attention.decode import beam_attention_triton
     from onela.ops.attention.decode_hopper import beam_attention_hopper, supports
 
-    if supports(q, k_cache, records_k):
+    if supports(q, k, v, k_cache, records_k):
         return beam_attention_hopper(q, k, v, **step, scale=scale)
     return beam_attention_triton(q, k, v, **step, scale=scale)
 

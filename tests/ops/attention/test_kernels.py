@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from onela.errors import DtypeError, ShapeError
-from onela.ops.attention import decode
+from onela.ops.attention import beam_attention, decode
 from onela.ops.attention.reference import beam_attention_ref
 from tests.tolerances import ATTENTION
 
@@ -191,6 +191,17 @@ def test_hopper(name, splits, device):
     from onela.ops.attention.decode_hopper import beam_attention_hopper
 
     compare(beam_attention_hopper, HOPPER_CASES[name], torch.bfloat16, device, splits=splits)
+
+
+@pytest.mark.gpu
+def test_keys_that_begin_anywhere(device):
+    """New keys and values that do not begin in a multiple of 16 bytes, which are copied at a time on Hopper."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, **arguments: Tensor) -> Tensor:
+        k, v = (torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape) for x in (k, v))
+        return beam_attention(q, k, v, **arguments)
+
+    compare(run, HOPPER_CASES["pages of 64"], torch.bfloat16, device)
 
 
 @pytest.mark.gpu
