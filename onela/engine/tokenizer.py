@@ -25,5 +25,5 @@ def load_tokenizer(path: str | Path) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except Exception as error:  # the tokenizers library raises bare ones, transformers those of its checks
         raise CheckpointError(f"{directory}: the tokenizer cannot be loaded ({error})") from error

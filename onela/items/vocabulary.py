@@ -156,7 +156,7 @@ class SidVocabulary:
                 tokenizer = AutoTokenizer.from_pretrained(
                     os.fspath(tokenizer), local_files_only=local_files_only
                 )
-            except (OSError, ValueError, KeyError, TypeError) as error:
+            except Exception as error:  # the tokenizers library raises bare ones
                 raise VocabularyError(f"no tokenizer could be loaded from {tokenizer!r}: {error}") from error
         get_vocab = getattr(tokenizer, "get_vocab", None)
         if get_vocab is None:

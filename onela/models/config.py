@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,9 +141,10 @@ class ConfigReader:
         return value
 
     def number(self, field: str) -> float:
-        """A number."""
+        """A finite number."""
         value = self.get(field)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not abs(value) <= sys.float_info.max:  # NaN is not either
             raise ConfigError(f"config.json: {field} must be a number, got {value!r}")
         return float(value)
 

@@ -116,6 +116,9 @@ class TestReader:
             ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta must be a number, got 'x'"),
             ({"rope_theta": 0}, "rope_theta must be above 0, got 0.0"),
             ({"partial_rotary_factor": "half"}, "partial_rotary_factor must be a number, got 'half'"),
+            ({"partial_rotary_factor": float("inf")}, "partial_rotary_factor must be a number, got inf"),
+            ({"rope_theta": float("nan")}, "rope_theta must be a number, got nan"),
+            ({"rope_theta": 10**400}, "rope_theta must be a number, got 1000"),
         ],
     )
     def test_unusable_rope(self, values: dict[str, Any], message: str) -> None:
