@@ -244,6 +244,10 @@ class Runner:
         groups: dict[tuple[ServedCatalog, int, str], list[ActiveRequest]] = {}
         for request in requests:
             groups.setdefault((request.served, request.level, request.params.normalizer), []).append(request)
+            pool = request.served.masks
+            # All rows are taken before anyone looks where they lie: taking one may move them all.
+            if request.eligibility is not None and pool is not None and request.mask_row is None:
+                request.mask_row = pool.acquire(request.eligibility)
         taken: set[int] = set()
         found = []
         more = 1 + len(self.heads)
@@ -253,9 +257,6 @@ class Runner:
                 part, more = more, more + 1
             taken.add(part)
             masks = None
-            for request in members:
-                if request.eligibility is not None and served.masks is not None and request.mask_row is None:
-                    request.mask_row = served.masks.acquire(request.eligibility)
             if served.masks is not None and any(request.mask_row is not None for request in members):
                 masks = (served.masks.rows.data_ptr(), len(served.masks.rows))
             rows = sum(request.width for request in members)

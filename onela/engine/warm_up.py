@@ -99,6 +99,7 @@ def warm_up(runner: Runner, config: EngineConfig, num_levels: int, served: Serve
         runner.beams.reserve(2 * (config.max_prompts or count) * config.warm_up_beams)
         runner.beam_hidden.reserve(padded_rows(2 * beams))
     runner.prompt_hidden.reserve(4 * MAX_REQUESTS)
+    runner.table.reserve(2 * count, 1)
     prompts.flush()
     captured = capture(runner.prefill_graphs, list(prefill_shapes(config)))
     captured += capture(runner.graphs, decode_shapes(config, num_levels))

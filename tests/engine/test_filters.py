@@ -108,3 +108,25 @@ def test_prefixes_obey_filters_too() -> None:
 def test_filters_need_a_catalogue() -> None:
     with pytest.raises(RequestError, match="allow_item_ids: needs a catalogue"):
         fake_engine(None).generate([Request(prompt_token_ids=[5], allow_item_ids=[1])])
+
+
+def test_masks_that_move_are_where_every_selection_of_the_step_looks() -> None:
+    """Rows for the masks of those who normalise otherwise, and are chosen apart, may be too many for the first room."""
+    engine = fake_engine(CATALOG)
+    find = engine.runner._selections
+    where: list[list[Any]] = []
+
+    def watched(requests: Any) -> Any:
+        selections, masks = find(requests), engine.served.masks
+        assert masks is not None
+        where.append([shape.masks == (masks.rows.data_ptr(), len(masks.rows)) for shape, _ in selections])
+        return selections
+
+    engine.runner._selections = watched  # type: ignore[method-assign]
+    for i in range(8):
+        params = BeamParams(beam_width=8, normalizer="level" if i < 4 else "allowed")
+        engine.submit(Request(prompt_token_ids=prompt_of(4 + i, i), exclude_item_ids=[50 + i]), params)
+    while engine.scheduler.has_work:
+        engine.step()
+    assert where == [[True, True]] * len(where)
+    check_nothing_is_held(engine)
