@@ -24,6 +24,7 @@ from onela.items.vocabulary import SidVocabulary
 Expand = Literal["best", "all"]
 Duplicates = Literal["error", "best"]
 _RECORDS_AT_ONCE = 1 << 14
+_LONG_ID = 256  # bytes up to which an id is hashed though no item has one as long
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -359,7 +360,7 @@ class ItemCatalog:
     def find_many(self, item_ids: Sequence[int | str]) -> np.ndarray:
         """The items of many ids, [M] int64; -1 where there is none.
 
-        No Python per id, but for hash collisions, and where some are of another type or longer than any here.
+        No Python per id, but for hash collisions, and where some are of another type or much longer than any here.
         """
         column, longest = self._parts.columns.ids, self._parts.longest_id
         try:
@@ -367,7 +368,7 @@ class ItemCatalog:
         except (CatalogError, UnicodeEncodeError):
             wanted = None
         # Hashing takes a pass per byte of the longest: a megabyte that cannot be found would take seconds.
-        if wanted is None or wanted.kind != column.kind or wanted.longest > longest:
+        if wanted is None or wanted.kind != column.kind or wanted.longest > max(longest, _LONG_ID):
             known = [place for place, item_id in enumerate(item_ids) if column.may_hold(item_id, longest)]
             result = np.full(len(item_ids), -1, dtype=np.int64)
             if known:
