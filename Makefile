@@ -51,7 +51,9 @@ GPU_PYTHON ?= python3
 GPU_TESTS ?= tests/ops tests/engine tests/models tests/items
 # Scripts of bench/ by name; empty: all that measure on a GPU.
 BENCHES ?=
-GPU_CHECK = $(GPU_PYTHON) -c "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 'make $@ needs an NVIDIA GPU, and torch sees none here')"
+GPU_CHECK = $(GPU_PYTHON) -c "import importlib.util as util, sys; \
+	util.find_spec('torch') or sys.exit('make $@: $(GPU_PYTHON) has no torch; GPU_PYTHON=... names a Python that has'); \
+	import torch; sys.exit(0 if torch.cuda.is_available() else 'make $@ needs an NVIDIA GPU, and torch sees none here')"
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
