@@ -8,7 +8,7 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -234,8 +234,8 @@ class Engine:
             return self._generate(requests, params)
 
     def _generate(self, requests: Sequence[Request], params: BeamParams | None) -> list[Result]:
-        if isinstance(requests, Request):
-            raise RequestError("requests", "a list of Request is expected, not one", value=requests)
+        if isinstance(requests, Request) or not isinstance(requests, Iterable):
+            raise RequestError("requests", "a list of Request is expected", value=requests)
         active = [self.prepare(request, params) for request in requests]
         queue = deque(request for request in active if request.outcome is None)
         for request in queue:

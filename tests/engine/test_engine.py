@@ -327,8 +327,18 @@ BAD_PARAMS: list[tuple[str, dict[str, Any]]] = [
     ("length_penalty", {"length_penalty": -1000.0}),
     ("normalizer", {"normalizer": "softmax"}),
     ("temperature", {"temperature": 0.5}),
+    ("n", {"beam_width": 4, "n": 5}),
+    ("num_beams", {"num_beams": 0}),
+    ("max_new_tokens", {"max_new_tokens": 65}),
     ("n", {"num_return_sequences": 2, "n": 2}),
 ]
+
+
+@pytest.mark.parametrize("requests", [None, 5, Request(prompt_token_ids=[1] * 10_000), [None], "ab"])
+def test_what_is_no_list_of_requests_is_said_so_shortly(engine: Engine, requests: Any) -> None:
+    with pytest.raises(onela.RequestError, match="requests: a list of Request is expected") as caught:
+        engine.generate(requests)
+    assert len(str(caught.value)) < 300
 
 
 @pytest.mark.parametrize("options", [["beam_width"], "beam_width", 5, None])
