@@ -34,15 +34,14 @@ class HiddenRows:
     """
 
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.rows = torch.empty(0, size, dtype=dtype, device=device)
+        # Room from the start: the first decode step would else make the first selection's graph worthless.
+        self.rows = torch.zeros(LEAST_ROWS if device.type == "cuda" else 0, size, dtype=dtype, device=device)
         self.generation = 0
 
     def reserve(self, num_rows: int) -> None:
         """Make room for so many."""
         if num_rows > len(self.rows) and (self.rows.is_cuda or not len(self.rows)):
-            self.rows = self.rows.new_zeros(
-                max(num_rows, 3 * len(self.rows) // 2, LEAST_ROWS), self.rows.shape[1]
-            )
+            self.rows = self.rows.new_zeros(max(num_rows, 3 * len(self.rows) // 2), self.rows.shape[1])
             self.generation += 1
 
     def keep(self, hidden: Tensor) -> Tensor:

@@ -149,8 +149,10 @@ def test_graphs_are_dropped_when_a_pool_grows() -> None:
     last_rows(engine, admit(engine, (60,)))
     captures = captured(engine).num_captures
     last_rows(engine, admit(engine, (62,)))
-    many = admit(engine, (64,) * 40, seed=50)
-    wanted = last_rows(exact, admit(exact, (64,) * 40, seed=50))
+    generation = engine.state.prompts.generation
+    many = admit(engine, (64,) * 13, seed=50)  # with the three above as many as a step takes
+    assert engine.state.prompts.generation != generation
+    wanted = last_rows(exact, admit(exact, (64,) * 13, seed=50))
     allowed = 1.5 * error(reference_rows(engine, many), wanted) + 2e-3
     assert error(last_rows(engine, many), wanted) < allowed
     assert captured(engine).num_captures > captures
