@@ -9,7 +9,6 @@ is cut into splits, and a second launch merges them.
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 
 import torch
 import triton
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from onela.errors import DtypeError, ShapeError
 from onela.ops._checks import check_float, check_groups, check_index
+from onela.ops._device import multiprocessors, shared_memory
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 # Finite, so that a row that has seen no key yet needs no special case: exp2(-1e30 - anything seen) is 0.
@@ -201,22 +201,6 @@ def beam_attention_merge_kernel(
         acc += weight[:, None] * tl.load(p_part, mask=mask & inside[:, None], other=0.0)
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(p_o + at[:, None] * D + o_d[None, :], acc.to(p_o.dtype.element_ty), mask=mask)
-
-
-@lru_cache(maxsize=16)
-def multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a device; a small number on the CPU, where only the interpreter runs kernels."""
-    if device.type != "cuda":
-        return 8
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@lru_cache(maxsize=16)
-def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a program may take; no limit under the interpreter."""
-    if device.type != "cuda":
-        return 1 << 30
-    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 99 << 10))
 
 
 def choose_splits(tiles: int, blocks: int, device: torch.device) -> int:

@@ -10,8 +10,9 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from onela.ops._device import has_wgmma, multiprocessors
 from onela.ops.attention._decode_hopper_kernel import beam_attention_hopper_kernel
-from onela.ops.attention.decode import check_attention, choose_splits, merge_splits, multiprocessors
+from onela.ops.attention.decode import check_attention, choose_splits, merge_splits
 
 BLOCK_M = 128
 BLOCK_N = 64
@@ -29,8 +30,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, records_k: Tensor
     The heads of q, k and v begin in multiples of 16 bytes.
     """
     return (
-        q.is_cuda
-        and torch.cuda.get_device_capability(q.device)[0] == 9
+        has_wgmma(q.device)
         and q.dtype in (torch.bfloat16, torch.float16)
         and q.shape[-1] in LAUNCH
         and k.dtype == v.dtype == q.dtype

@@ -20,17 +20,17 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from onela.ops._checks import check_float, check_groups, check_index
+from onela.ops._device import multiprocessors, shared_memory
 from onela.ops.attention._prefill_kernel import (
     last_row_kernel,
     merge_parts_kernel,
     pages_attention_kernel,
     write_pages_kernel,
 )
-from onela.ops.attention.decode import multiprocessors, shared_memory
+from onela.ops.attention.decode import INTERPRETED
 from onela.ops.prefill_tables import PrefillTables
 
 logger = logging.getLogger(__name__)
-INTERPRETED = bool(triton.knobs.runtime.interpret)
 PARTS = 32
 """The most parts that the keys of a prompt are read in."""
 HALVES = (torch.bfloat16, torch.float16)

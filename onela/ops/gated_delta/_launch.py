@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import triton
+
+from onela.ops._device import multiprocessors
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether kernels run on the CPU. `tl.dot` of bf16 operands is wrong there, so kernels upcast first."""
@@ -33,20 +34,6 @@ class ReplayConfig:
     prefetch: bool = False
     overlap: bool = False
     programs_per_sm: int = 2
-
-
-@lru_cache(maxsize=16)
-def multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a device; a small number on the CPU, where only the interpreter runs kernels."""
-    if device.type != "cuda":
-        return 4
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@lru_cache(maxsize=16)
-def has_wgmma(device: torch.device) -> bool:
-    """Whether the device multiplies from shared memory (Hopper), which leaves registers for larger tiles."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def choose_splits(

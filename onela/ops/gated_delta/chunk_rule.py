@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from onela.ops._device import has_wgmma, multiprocessors
 from onela.ops.gated_delta._chunk_kernel import chunk_prepare_kernel, chunk_scan_kernel
-from onela.ops.gated_delta._launch import has_wgmma, multiprocessors
 from onela.ops.prefill_tables import CHUNK, PrefillTables
 
 

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from onela.errors import DtypeError
 from onela.ops._checks import check_float, check_groups, check_shape
+from onela.ops._device import has_wgmma
 from onela.ops.gated_delta._checks import check_layout, check_records, check_size, check_state, check_step
 from onela.ops.gated_delta._conv_gates_kernel import conv_gates_kernel
-from onela.ops.gated_delta._launch import INTERPRETED, choose_splits, has_wgmma
+from onela.ops.gated_delta._launch import INTERPRETED, choose_splits
 from onela.ops.gated_delta.replay import choose_replay, launch_replay
 from onela.ops.norm import gated_rms_norm
 

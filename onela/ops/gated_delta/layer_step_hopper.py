@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from onela.ops.gated_delta._launch import has_wgmma, multiprocessors
+from onela.ops._device import has_wgmma, multiprocessors
 from onela.ops.gated_delta._layer_step_hopper_kernel import gated_delta_layer_step_hopper_kernel
 from onela.ops.gated_delta.replay_hopper import (
     MAX_DEPTH,
@@ -43,7 +43,7 @@ def supports_layer_hopper(
 ) -> bool:
     """Whether `launch_layer_hopper` takes these tensors. Only looks at devices, dtypes, shapes and strides."""
     bf16 = torch.bfloat16
-    if not (mixed_qkv.is_cuda and has_wgmma(mixed_qkv.device)):
+    if not has_wgmma(mixed_qkv.device):
         return False
     sizes = (
         records_k.shape[-1] == records_delta.shape[-1] == HEAD_SIZE and conv_weight.shape[1] == KERNEL_SIZE

@@ -7,8 +7,9 @@ import triton
 from torch import Tensor
 
 from onela.errors import DtypeError, ShapeError
+from onela.ops._device import has_wgmma
 from onela.ops.gated_delta._checks import check_records, check_rows, check_state, check_step
-from onela.ops.gated_delta._launch import INTERPRETED, ReplayConfig, choose_splits, has_wgmma
+from onela.ops.gated_delta._launch import INTERPRETED, ReplayConfig, choose_splits
 from onela.ops.gated_delta._replay_kernel import MAX_TILE, gated_delta_replay_kernel
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from onela.errors import DtypeError, ShapeError, UnavailableError
 from onela.ops._checks import check_float, check_groups, check_index, check_shape
+from onela.ops._device import has_wgmma, multiprocessors
 from onela.ops.gated_delta._replay_hopper_kernel import gated_delta_replay_hopper_kernel
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ def supports_hopper(
 ) -> bool:
     """Whether `replay_step_hopper` takes these tensors. Only looks at devices, dtypes, shapes and strides."""
     bf16, fp32 = torch.bfloat16, torch.float32
-    if not (q.is_cuda and _is_hopper(q.device)):
+    if not has_wgmma(q.device):
         return False
     sizes = q.shape[-1] in HEAD_SIZES_K and v.shape[-1] % 128 == 0
     sizes = sizes and prompts.shape[0] <= MAX_REQUESTS
@@ -208,7 +209,7 @@ def launch_hopper(
     wide = records_delta.element_size() == 4
     stages = stages_of_tile(K, T, wide) + (norm is not None)
     if config is None:
-        config = choose_hopper(N, B, HV, K, V, stages, _multiprocessors(q.device))
+        config = choose_hopper(N, B, HV, K, V, stages, multiprocessors(q.device))
     rows = rows_per_program(N, B, config)
     key = records_k if k is None else k
     gated_delta_replay_hopper_kernel[(triton.cdiv(N, rows) * HV * (V // 128),)](
@@ -255,7 +256,7 @@ def stages_of_tile(K: int, T: int, wide: bool) -> int:
 
 @lru_cache(maxsize=4096)
 def choose_hopper(
-    N: int, B: int, HV: int, K: int, V: int, stages: int, multiprocessors: int, stored: int = 2
+    N: int, B: int, HV: int, K: int, V: int, stages: int, processors: int, stored: int = 2
 ) -> HopperConfig:
     """The cut with the least bytes to move one after the other: a program's tiles and states, times the waves.
 
@@ -272,7 +273,7 @@ def choose_hopper(
     for splits in range(1, triton.cdiv(average, BW) + 1):
         config = HopperConfig(num_warps=num_warps, ring=ring, splits=splits)
         rows = rows_per_program(N, B, config)
-        waves = triton.cdiv(triton.cdiv(N, rows) * HV * (V // 128), together * multiprocessors)
+        waves = triton.cdiv(triton.cdiv(N, rows) * HV * (V // 128), together * processors)
         # A program that begins in the middle of a request and ends in the next loads two states.
         requests = 1 if B <= 1 or average % rows == 0 else 2
         cost = waves * ((triton.cdiv(rows, BW) + requests - 1) * tile + requests * state)
@@ -280,7 +281,7 @@ def choose_hopper(
             best = (cost, config)
     chosen = best[1]
     programs = triton.cdiv(N, rows_per_program(N, B, chosen)) * HV * (V // 128)
-    if num_warps == 4 and 2 * programs <= multiprocessors:
+    if num_warps == 4 and 2 * programs <= processors:
         # They have a multiprocessor each, and the kernel behind begins on the others: room for more in flight.
         chosen = replace(chosen, ring=max(ring, 8))
     return chosen
@@ -339,7 +340,7 @@ def _refuse(
     ):
         if not x.is_contiguous():
             raise DtypeError(f"{name}: expected a contiguous tensor, got strides {x.stride()}")
-    if not (q.is_cuda and _is_hopper(q.device)):
+    if not has_wgmma(q.device):
         raise UnavailableError(f"replay_step_hopper: needs a GPU of compute capability 9.0, got {q.device}")
 
 
@@ -349,13 +350,3 @@ def _refuse_rows(name: str, x: Tensor) -> None:
             f"{name}: expected bfloat16 rows of contiguous heads, a multiple of 16 elements apart, got {x.dtype} "
             f"and strides {x.stride()}"
         )
-
-
-@lru_cache(maxsize=64)
-def _is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) == (9, 0)
-
-
-@lru_cache(maxsize=64)
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from onela.ops._device import has_wgmma
 from onela.ops.linear.reference import (
     added_linear_ref,
     float8_linear_ref,
@@ -79,7 +80,11 @@ def linear_swiglu(x: Tensor, weight: Tensor, *, squares: Tensor | None = None, e
 def added_linear(
     x: Tensor, weight: Tensor, *, residual: Tensor, norm_weight: Tensor, zero_centered: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """`added_linear_ref`, by its kernel where `has_joined` says so. Same arguments, results and errors."""
+    """`added_linear_ref`, by its kernel where `has_added` says so and the residual is fp32.
+
+    Args, Returns, Writes, Raises: as in `added_linear_ref`.
+    Numerics: as in the implementation that runs.
+    """
     if has_added(x, weight) and residual.dtype == torch.float32 and residual.stride(-1) == 1:
         from onela.ops.linear.joined_hopper import added_linear_hopper
 
@@ -94,13 +99,12 @@ def added_linear(
 def has_joined(x: Tensor, weight: Tensor) -> bool:
     """Whether Hopper's joined products take these: 16-bit, enough rows, and each begins where the copy engine can."""
     return (
-        x.is_cuda
+        has_wgmma(x.device)
         and x.dim() == 2
         and x.dtype in HALVES
         and weight.dtype == x.dtype
         and x.shape[0] >= JOINED_ROWS
         and x.shape[1] % 8 == 0
-        and torch.cuda.get_device_capability(x.device)[0] == 9
         and all(t.stride(-1) == 1 and t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0 for t in (x, weight))
         and weight.shape[0] % 8 == 0
     )

@@ -12,7 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from onela.errors import ShapeError
 from onela.ops._checks import check_float
-from onela.ops.gated_delta._launch import multiprocessors
+from onela.ops._device import multiprocessors
 from onela.ops.linear._joined_hopper_kernel import joined_product_hopper_kernel
 from onela.ops.linear.reference import check_joined
 

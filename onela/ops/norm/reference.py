@@ -24,6 +24,7 @@ def rms_norm_ref(
     Returns:
         [..., D] in x's dtype.
 
+    Writes: residual, when given.
     Numerics: fp32 inside. With `zero_centered` the result is rounded once, after the weight; without, the
         normed value is rounded to x's dtype before the weight, as in transformers' Qwen3.
     """
