@@ -18,11 +18,6 @@ def row_size(num_levels: int) -> int:
     return -(-(HEAD + 3 * num_levels) // 4) * 4
 
 
-def codes_at(num_levels: int) -> int:
-    """The column of the first code."""
-    return HEAD
-
-
 def scores_at(num_levels: int) -> int:
     """The column of the first score."""
     return HEAD + num_levels

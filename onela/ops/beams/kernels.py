@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onela.ops._checks import check_float, check_index, check_shape
+from onela.ops._checks import check_index
 from onela.ops.beams import columns
-from onela.ops.beams.reference import _check
+from onela.ops.beams.reference import check_beams, check_step, check_survivors
 
 NODE, SCORE, PARENT = tl.constexpr(columns.NODE), tl.constexpr(columns.SCORE), tl.constexpr(columns.PARENT)
 INVALID, HEAD = tl.constexpr(columns.INVALID), tl.constexpr(columns.HEAD)
@@ -169,12 +169,10 @@ def pack_step(
 ) -> tuple[Tensor, Tensor]:
     """`pack_step_ref` in one launch. Layout: every tensor contiguous."""
     N, B = num_rows, cu_rows.shape[0] - 1
-    _check(beams, num_levels, cu_rows, first_rows)
-    for name, tensor in (("first_slots", first_slots), ("prompts", prompts), ("depths", depths)):
-        check_index(name, tensor, B)
-    for name, tensor in (("lengths", lengths), ("token_starts", token_starts)):
-        check_index(name, tensor, B)
-    check_index("token_table", token_table, None)
+    check_step(
+        beams, num_levels, cu_rows, first_rows, token_table,
+        first_slots=first_slots, prompts=prompts, depths=depths, lengths=lengths, token_starts=token_starts,
+    )  # fmt: skip
     # Every field begins at a multiple of 16 bytes: kernels are compiled for that once.
     stride = -(-N // 4) * 4
     fields = torch.empty(7, stride, dtype=torch.int32, device=beams.device)
@@ -200,7 +198,7 @@ def pack_beams(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`pack_beams_ref` in one launch. Layout: every tensor contiguous."""
     N, B, device = num_rows, cu_rows.shape[0] - 1, beams.device
-    _check(beams, num_levels, cu_rows, first_rows)
+    check_beams(beams, num_levels, cu_rows, first_rows)
     check_index("hidden_starts", hidden_starts, B)
     cum = torch.empty(N, dtype=torch.float32, device=device)
     nodes, hidden_rows = (torch.empty(N, dtype=torch.int64, device=device) for _ in range(2))
@@ -233,15 +231,10 @@ def advance_beams(
 ) -> None:
     """`advance_beams_ref` in one launch. Layout: every tensor contiguous."""
     N, M, B = rows.shape[0], parent_rows.shape[0], cu_rows.shape[0] - 1
-    _check(beams, num_levels, cu_rows, first_rows)
-    check_index("rows", rows, None, beams.shape[1])
-    check_index("codes", codes, M)
-    check_float("cum_logprobs", cum_logprobs, M)
-    check_index("child_nodes", child_nodes, M)
-    check_index("trie_nodes", trie_nodes, N)
-    check_shape("finite", finite, N)
-    check_index("cu_out", cu_out, B + 1)
-    check_index("first_slots", first_slots, B)
+    check_survivors(
+        beams, rows, parent_rows, codes, cum_logprobs, child_nodes, trie_nodes, finite, cu_rows, cu_out, first_rows,
+        first_slots, num_levels,
+    )  # fmt: skip
     if max(N, M):
         advance_beams_kernel[(triton.cdiv(max(N, M), BLOCK),)](
             beams, rows, parent_rows, codes, cum_logprobs, child_nodes, trie_nodes, finite, cu_rows, cu_out,

@@ -44,13 +44,10 @@ def pack_step_ref(
         parents at depth 0 are PAD, for there the parent is the prompt.
     Raises: ShapeError, DtypeError.
     """
-    B = cu_rows.shape[0] - 1
-    _check(beams, num_levels, cu_rows, first_rows)
-    for name, tensor in (("first_slots", first_slots), ("prompts", prompts), ("depths", depths)):
-        check_index(name, tensor, B)
-    for name, tensor in (("lengths", lengths), ("token_starts", token_starts)):
-        check_index(name, tensor, B)
-    check_index("token_table", token_table, None)
+    check_step(
+        beams, num_levels, cu_rows, first_rows, token_table,
+        first_slots=first_slots, prompts=prompts, depths=depths, lengths=lengths, token_starts=token_starts,
+    )  # fmt: skip
     request, within, inside = _owners(cu_rows, num_rows)
     first = first_rows.to(torch.int64)[request]
     places = torch.where(inside, first + within, 0)
@@ -104,7 +101,7 @@ def pack_beams_ref(
     Padding: rows past `cu_rows[-1]` have node PAD, a sum of -inf and hidden row 0.
     Raises: ShapeError, DtypeError.
     """
-    _check(beams, num_levels, cu_rows, first_rows)
+    check_beams(beams, num_levels, cu_rows, first_rows)
     check_index("hidden_starts", hidden_starts, cu_rows.shape[0] - 1)
     request, within, inside = _owners(cu_rows, num_rows)
     hidden_rows = torch.where(inside, hidden_starts.to(torch.int64)[request] + within, 0)
@@ -165,16 +162,11 @@ def advance_beams_ref(
     Aliasing: `rows` is a copy, so survivors may lie where their parents lay.
     Raises: ShapeError, DtypeError.
     """
-    N, M, B = rows.shape[0], parent_rows.shape[0], cu_rows.shape[0] - 1
-    _check(beams, num_levels, cu_rows, first_rows)
-    check_index("rows", rows, None, beams.shape[1])
-    check_index("codes", codes, M)
-    check_float("cum_logprobs", cum_logprobs, M)
-    check_index("child_nodes", child_nodes, M)
-    check_index("trie_nodes", trie_nodes, N)
-    check_shape("finite", finite, N)
-    check_index("cu_out", cu_out, B + 1)
-    check_index("first_slots", first_slots, B)
+    N, M = rows.shape[0], parent_rows.shape[0]
+    check_survivors(
+        beams, rows, parent_rows, codes, cum_logprobs, child_nodes, trie_nodes, finite, cu_rows, cu_out, first_rows,
+        first_slots, num_levels,
+    )  # fmt: skip
     homes = first_rows.to(torch.int64)
     if N:
         request, _, inside = _owners(cu_rows, N)
@@ -202,10 +194,45 @@ def advance_beams_ref(
     beams[places] = moved[inside]
 
 
-def _check(beams: Tensor, num_levels: int, cu_rows: Tensor, first_rows: Tensor) -> None:
+def check_beams(beams: Tensor, num_levels: int, cu_rows: Tensor, first_rows: Tensor) -> None:
+    """Raise `ShapeError` or `DtypeError` unless beams and where each request's lie fit each other."""
     check_index("beams", beams, None, row_size(num_levels))
     check_index("cu_rows", cu_rows, None)
     check_index("first_rows", first_rows, cu_rows.shape[0] - 1)
+
+
+def check_step(
+    beams: Tensor,
+    num_levels: int,
+    cu_rows: Tensor,
+    first_rows: Tensor,
+    token_table: Tensor,
+    **per_request: Tensor,
+) -> None:
+    """The same of what `pack_step` takes."""
+    check_beams(beams, num_levels, cu_rows, first_rows)
+    for name, tensor in per_request.items():
+        check_index(name, tensor, cu_rows.shape[0] - 1)
+    check_index("token_table", token_table, None)
+
+
+def check_survivors(
+    beams: Tensor, rows: Tensor, parent_rows: Tensor, codes: Tensor, cum_logprobs: Tensor, child_nodes: Tensor,
+    trie_nodes: Tensor, finite: Tensor, cu_rows: Tensor, cu_out: Tensor, first_rows: Tensor, first_slots: Tensor,
+    num_levels: int,
+) -> None:  # fmt: skip
+    """The same of what `advance_beams` takes."""
+    N, M, B = rows.shape[0], parent_rows.shape[0], cu_rows.shape[0] - 1
+    check_beams(beams, num_levels, cu_rows, first_rows)
+    check_index("rows", rows, None, beams.shape[1])
+    check_index("parent_rows", parent_rows, M)
+    check_index("codes", codes, M)
+    check_float("cum_logprobs", cum_logprobs, M)
+    check_index("child_nodes", child_nodes, M)
+    check_index("trie_nodes", trie_nodes, N)
+    check_shape("finite", finite, N)
+    check_index("cu_out", cu_out, B + 1)
+    check_index("first_slots", first_slots, B)
 
 
 def _owners(cu_rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
