@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -20,7 +22,7 @@ ALIASES = {"n": "num_return_sequences", "num_beams": "beam_width", "max_new_toke
 
 @dataclass(frozen=True)
 class BeamParams:
-    """Options of one request's beam search.
+    """Options of one request's beam search. Numbers may be NumPy's; they are kept as Python's.
 
     Attributes:
         beam_width: beams kept after each step.
@@ -43,7 +45,7 @@ class BeamParams:
     normalizer: Normalizer = "level"
 
     def __post_init__(self) -> None:
-        _check_count("beam_width", self.beam_width, MAX_BEAM_WIDTH)
+        self._set_count("beam_width", MAX_BEAM_WIDTH)
         if self.beam_width_array is not None:
             if isinstance(self.beam_width_array, (str, bytes)) or not isinstance(
                 self.beam_width_array, Sequence
@@ -51,15 +53,12 @@ class BeamParams:
                 raise RequestError(
                     "beam_width_array", "a list of widths is expected", value=self.beam_width_array
                 )
-            object.__setattr__(self, "beam_width_array", tuple(self.beam_width_array))
-            if not self.beam_width_array:
-                raise RequestError(
-                    "beam_width_array", "at least one width is needed", value=self.beam_width_array
-                )
-            for width in self.beam_width_array:
-                _check_count("beam_width_array", width, MAX_BEAM_WIDTH)
+            widths = tuple(_count("beam_width_array", w, MAX_BEAM_WIDTH) for w in self.beam_width_array)
+            object.__setattr__(self, "beam_width_array", widths)
+            if not widths:
+                raise RequestError("beam_width_array", "at least one width is needed", value=widths)
         if self.max_tokens is not None:
-            _check_count("max_tokens", self.max_tokens, MAX_TOKENS)
+            self._set_count("max_tokens", MAX_TOKENS)
         if self.beam_width_array is not None and self.max_tokens not in (None, len(self.beam_width_array)):
             raise RequestError(
                 "beam_width_array",
@@ -68,14 +67,14 @@ class BeamParams:
             )
         if self.num_return_sequences is not None:
             last = self.beam_width if self.beam_width_array is None else self.beam_width_array[-1]
-            _check_count("num_return_sequences", self.num_return_sequences, None)
+            self._set_count("num_return_sequences", None)
             if self.num_return_sequences > last:
                 raise RequestError(
                     "num_return_sequences",
                     f"at most the last beam width, {last}",
                     value=self.num_return_sequences,
                 )
-        if isinstance(self.length_penalty, bool) or not isinstance(self.length_penalty, (int, float)):
+        if isinstance(self.length_penalty, bool) or not isinstance(self.length_penalty, numbers.Real):
             raise RequestError("length_penalty", "a number is expected", value=self.length_penalty)
         if not -MAX_LENGTH_PENALTY <= self.length_penalty <= MAX_LENGTH_PENALTY:  # NaN is not either
             raise RequestError(
@@ -83,10 +82,14 @@ class BeamParams:
                 f"a number from -{MAX_LENGTH_PENALTY} to {MAX_LENGTH_PENALTY} is expected",
                 value=self.length_penalty,
             )
+        object.__setattr__(self, "length_penalty", float(self.length_penalty))
         if self.normalizer not in get_args(Normalizer):
             raise RequestError(
                 "normalizer", f"one of {', '.join(get_args(Normalizer))}", value=self.normalizer
             )
+
+    def _set_count(self, field: str, limit: int | None) -> None:
+        object.__setattr__(self, field, _count(field, getattr(self, field), limit))
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> BeamParams:
@@ -129,8 +132,12 @@ class BeamParams:
         return self.beam_width_array if self.beam_width_array is not None else (self.beam_width,) * steps
 
 
-def _check_count(field: str, value: Any, limit: int | None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+def _count(field: str, value: Any, limit: int | None) -> int:
+    """The value as an `int`; any whole number will do, but no `bool`."""
+    whole = not isinstance(value, bool) and isinstance(value, numbers.Integral)
+    count = operator.index(value) if whole else 0
+    if count < 1:
         raise RequestError(field, "a whole number of at least 1 is expected", value=value)
-    if limit is not None and value > limit:
+    if limit is not None and count > limit:
         raise RequestError(field, f"at most {limit}", value=value)
+    return count

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -322,6 +323,11 @@ BAD_PARAMS: list[tuple[str, dict[str, Any]]] = [
     ("beam_width_array", {"beam_width_array": [4, 0, 2]}),
     ("beam_width_array", {"beam_width_array": []}),
     ("beam_width_array", {"beam_width_array": [4, 4], "max_tokens": 3}),
+    ("beam_width", {"beam_width": np.bool_(True)}),
+    ("beam_width", {"beam_width": np.float64(4)}),
+    ("max_tokens", {"max_tokens": np.int64(0)}),
+    ("length_penalty", {"length_penalty": np.bool_(True)}),
+    ("length_penalty", {"length_penalty": np.float32("nan")}),
     ("length_penalty", {"length_penalty": float("nan")}),
     ("length_penalty", {"length_penalty": 10**400}),
     ("length_penalty", {"length_penalty": -1000.0}),
