@@ -2,7 +2,7 @@
 
 A document holds pairs of markers, `<!-- results: BENCH METRIC -->` and `<!-- /results -->`; what stands between
 them is made here: a row per case, a column per arm. A later line of the same bench, arm, case, metric and GPU
-replaces an earlier one. The first marker may go on: `arms=a,b` and `KEY=VALUE` keep only those arms and cases, and with
+replaces an earlier one. The first marker may go on: `arms=a,b` and `KEY=A,B` keep only those arms and cases, and with
 `fields=a.b,c.d` the columns are these further fields of the lines, which must have the line's unit.
 
 Between `<!-- summary -->` and `<!-- /summary -->` stand the rows of `SUMMARY`, with a figure in the place of each
@@ -166,7 +166,7 @@ def make_table(rows: list[dict[str, Any]], spec: str) -> str:
         elif key == "fields":
             fields = value.split(",")
         else:
-            chosen = [row for row in chosen if str(row["case"].get(key)) == value]
+            chosen = [row for row in chosen if str(row["case"].get(key)) in value.split(",")]
     if not chosen:
         return "No line yet.\n"
     if fields:

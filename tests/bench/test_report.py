@@ -28,6 +28,8 @@ def test_a_row_per_case_and_a_column_per_arm() -> None:
         "",
         "W = 256; a GPU, torch 2, commit `abc`, today; `python bench`",
     ]
+    some = make_table([*rows, line(120, 1, 2)], "serve latency_p99 rate=60,120").splitlines()
+    assert some[2:4] == ["| 60 | 55.5 ms | 1234 ms |", "| 120 | 2 ms | - |"]
     assert make_table(rows, "serve latency_p99 rate=7") == "No line yet.\n"
     wide = make_table([line(60, 20, 94.17) | {"standard_error": 0.283}], "serve latency_p99")
     assert wide.splitlines()[2] == "| 94.2 ± 0.3 ms |"
