@@ -17,11 +17,11 @@ from starlette.exceptions import HTTPException
 from onela._version import __version__
 from onela.config import ServerConfig
 from onela.engine import AsyncEngine, Engine, Result
-from onela.errors import CancelledError, CatalogError, EngineError, OneLAError
+from onela.errors import CancelledError, CatalogError, EngineError, OneLAError, UnavailableError
 from onela.serve import openai, protocol
 from onela.serve.failures import classify, error_response, http_response, validation_response
 from onela.serve.metrics import CONTENT_TYPE, Metrics
-from onela.serve.middleware import Door
+from onela.serve.middleware import Bodies, Door
 from onela.serve.stream import Watch
 from onela.serve.wire import Json, JsonRoute
 
@@ -47,6 +47,7 @@ class Server:
     def __init__(self, engine: Engine, config: ServerConfig) -> None:
         self.config = config
         self.metrics = Metrics()
+        self.bodies = Bodies()
         self.engine = AsyncEngine(
             engine, on_step=self.metrics.step, max_prompt_tokens=config.max_prompt_tokens
         )
@@ -55,6 +56,11 @@ class Server:
     @property
     def vocabulary(self) -> Any:
         return self.engine.engine.vocabulary
+
+    async def stop(self) -> None:
+        """Take nothing more, let what runs end for at most `drain_s` seconds, then stop the engine."""
+        self.bodies.end()
+        await self.engine.stop(drain_s=self.config.drain_s)
 
     async def run(self, http: Request, *requests: Any) -> list[Result]:
         """Answer requests, unless the client hangs up: then they are cancelled."""
@@ -112,7 +118,7 @@ def create_app(engine: Engine, config: ServerConfig | None = None) -> FastAPI:
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         server.engine.start()
         yield
-        await server.engine.stop(drain_s=config.drain_s)
+        await server.stop()
 
     app = FastAPI(
         title="OneLA",
@@ -124,7 +130,7 @@ def create_app(engine: Engine, config: ServerConfig | None = None) -> FastAPI:
     )
     app.router.route_class = JsonRoute
     app.state.server = server
-    app.add_middleware(Door, config=config)
+    app.add_middleware(Door, config=config, bodies=server.bodies)
     _handle_errors(app)
     _add_recommend(app, server)
     _add_openai(app, server)
@@ -150,6 +156,8 @@ def _handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def refused(_: Request, error: HTTPException) -> Json:
+        if error.status_code == 503:
+            return error_response(UnavailableError(error.detail))
         return http_response(error.status_code, str(error.detail), error.headers)
 
 
@@ -264,12 +272,14 @@ def _allowed_path(path: str, root: str | None) -> Path:
 
 
 def _add_status(app: FastAPI, server: Server) -> None:
+    @app.head("/health", include_in_schema=False)
     @app.get("/health", responses=NOT_READY)
     async def health(response: Response) -> dict[str, str]:
         """200 while the process can serve at all; else it had better be restarted."""
         response.status_code = 200 if server.engine.healthy else 503
         return {"status": "ok" if server.engine.healthy else "failing"}
 
+    @app.head("/ready", include_in_schema=False)
     @app.get("/ready", responses=NOT_READY)
     async def ready(response: Response) -> dict[str, str]:
         """200 while new requests are taken; 503 while draining, or with the queue full."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 
 from starlette.datastructures import Headers
@@ -15,16 +16,45 @@ OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics"})
 ADMIN_PREFIX = "/v1/catalog/"
 
 
+class Bodies:
+    """The bodies that are being read, so that nobody waits for the rest of them once the server shuts down."""
+
+    def __init__(self) -> None:
+        self._ended = False
+        self.parts: set[asyncio.Future[Message]] = set()
+
+    def end(self) -> None:
+        """Wait for no part any more: who has not sent all of a request is answered 503."""
+        self._ended = True
+        for part in self.parts:
+            part.cancel()
+
+    async def read(self, receive: Receive) -> Message:
+        """The next part of a body. Raises `HTTPException`, 503, if it has not come when the bodies are ended."""
+        if not self._ended:
+            part = asyncio.ensure_future(receive())
+            self.parts.add(part)
+            try:
+                await asyncio.wait({part})
+                if not part.cancelled():
+                    return part.result()
+            finally:
+                self.parts.discard(part)
+                part.cancel()
+        raise HTTPException(503, "the server is shutting down")
+
+
 class Door:
     """Refuses bodies that are too long and callers without the right key.
 
     Args:
-        app: what lies behind. config: keys and limits.
+        app: what lies behind. config: keys and limits. bodies: ends those that have not come on shutdown.
     """
 
-    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+    def __init__(self, app: ASGIApp, config: ServerConfig, bodies: Bodies) -> None:
         self.app = app
         self.config = config
+        self.bodies = bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -35,11 +65,12 @@ class Door:
         if refusal is not None:
             await refusal(scope, receive, send)
             return
-        limit, seen = self.config.max_body_bytes, 0
+        limit, seen, whole = self.config.max_body_bytes, 0, False
 
         async def counted() -> Message:
-            nonlocal seen
-            message = await receive()
+            nonlocal seen, whole
+            message = await (receive() if whole else self.bodies.read(receive))
+            whole = not message.get("more_body", False)
             seen += len(message.get("body", b""))
             if seen > limit:
                 raise HTTPException(413, f"the body is longer than max_body_bytes = {limit}")

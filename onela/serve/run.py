@@ -31,15 +31,14 @@ def share_the_interpreter() -> None:
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn, with the engine told to drain as soon as the process shall end, not when all connections are closed.
+    """uvicorn, with the server told to drain as soon as the process shall end, not when all connections are closed.
 
     Args:
         app: what `create_app` made. config: its options.
     """
 
     def __init__(self, app: FastAPI, config: ServerConfig, *, log_level: str = "info") -> None:
-        self.drain_s = config.drain_s
-        self.engine = app.state.server.engine
+        self.served = app.state.server
         super().__init__(
             uvicorn.Config(
                 app,
@@ -55,7 +54,7 @@ class DrainingServer(uvicorn.Server):
         )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        stopping = asyncio.ensure_future(self.engine.stop(drain_s=self.drain_s))
+        stopping = asyncio.ensure_future(self.served.stop())
         await super().shutdown(sockets)
         await stopping
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import gc
 import json
 import socket
@@ -195,6 +196,12 @@ def test_unknown_paths_and_methods_have_the_same_form(client: httpx.Client) -> N
     assert client.get("/v1/recommend").json()["error"]["code"] == "method_not_allowed"
 
 
+@pytest.mark.parametrize("path", ["/health", "/ready"])
+def test_a_probe_may_ask_for_the_head_alone(client: httpx.Client, path: str) -> None:
+    response = client.head(path)
+    assert (response.status_code, response.content) == (200, b"")
+
+
 def test_nan_is_500_and_says_so_and_the_next_request_is_served(client: httpx.Client) -> None:
     response = client.post("/v1/recommend", json={**BODY, "prompt_token_ids": [5, NAN_TOKEN]})
     assert response.status_code == 500
@@ -367,6 +374,29 @@ def test_what_does_not_end_in_time_is_503() -> None:
         assert answer.result().status_code == 503
         assert answer.result().json()["error"]["code"] == "unavailable"
     check_nothing_is_held(engine)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_half_a_request_does_not_hold_up_the_end(chunked: bool, caplog: pytest.LogCaptureFixture) -> None:
+    length, half = ("transfer-encoding: chunked", "2\r\n{ \r\n") if chunked else ("content-length: 90", "{ ")
+    with contextlib.ExitStack() as stack:
+        with serving(text_engine(), drain_s=10) as client:
+            host, port = client.base_url.host, client.base_url.port
+            connection = stack.enter_context(socket.create_connection((host, port), timeout=10))
+            head = (
+                f"POST /v1/recommend HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n{length}"
+            )
+            connection.sendall(f"{head}\r\n\r\n{half}".encode())
+            wait_for(lambda: client.server.bodies.parts)  # type: ignore[attr-defined]
+            started = time.monotonic()
+        assert time.monotonic() - started < 5
+        answer = b"".join(iter(lambda: connection.recv(4096), b"")).decode()
+    assert answer.startswith("HTTP/1.1 503")
+    assert "retry-after: 1" in answer
+    assert "connection: close" in answer
+    assert '"message":"the server is shutting down"' in answer
+    assert '"code":"unavailable"' in answer
+    assert not caplog.records
 
 
 def test_keys() -> None:
