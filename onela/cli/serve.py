@@ -79,7 +79,7 @@ def serve(
     """
     try:
         from onela.serve.app import create_app
-        from onela.serve.run import DrainingServer
+        from onela.serve.run import DrainingServer, check_address
     except ImportError as error:
         raise UnavailableError(f"onela serve needs the packages of onela[serve] ({error})") from None
     config = ServerConfig.from_env(**given({"host": host, "port": port, "model_name": model_name}))
@@ -119,6 +119,7 @@ def serve(
         raise ConfigError(
             "--max-replicas, --gpus-per-replica, --cpus-per-replica: they go with --replicas, which is not given"
         )
+    check_address(config)
     engine = load_engine(model, catalog, vocabulary, sid_pattern=sid_pattern, **options, **prompts)
     DrainingServer(create_app(engine, config), config).run()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import socket
 import sys
@@ -11,6 +12,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from onela.config import ServerConfig
+from onela.errors import ConfigError
 
 KEEP_ALIVE_S = 75
 """A connection without requests is shut after so long."""
@@ -28,6 +30,26 @@ def share_the_interpreter() -> None:
     The engine's thread gives it up at every launch, and while it waits to have it back a GPU stands still.
     """
     sys.setswitchinterval(0.0001)
+
+
+def check_address(config: ServerConfig) -> None:
+    """Bind to the address and let it go, before time is spent on a model that nobody could reach.
+
+    Raises:
+        ConfigError: names host or port, and what the system says.
+    """
+
+    async def bind() -> None:
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(asyncio.Protocol, config.host, config.port, start_serving=False)
+        server.close()
+
+    try:
+        asyncio.run(bind())
+    except (OSError, UnicodeError) as error:
+        taken = isinstance(error, OSError) and error.errno in (errno.EADDRINUSE, errno.EACCES)
+        option, value = ("port", config.port) if taken else ("host", config.host)
+        raise ConfigError(f"{option}: cannot listen on {value!r} ({error})") from None
 
 
 class DrainingServer(uvicorn.Server):

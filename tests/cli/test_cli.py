@@ -104,7 +104,7 @@ def test_how_text_becomes_tokens(chatting: Published, options: list[str], expect
     done = run("recommend", str(chatting.path), *asked, *options)
     assert json.loads(done.stdout)["usage"]["prompt_tokens"] == len(tokens)
     with mock.patch("onela.serve.run.DrainingServer") as served:
-        run("serve", str(chatting.path), "--device", "cpu", *options)
+        run("serve", str(chatting.path), "--device", "cpu", "--port", "0", *options)
     app = served.call_args.args[0]
     encoder = app.state.server.engine.engine.prompt_encoder
     assert encoder.encode(onela.Request(prompt="Hi")) == tokens

@@ -83,6 +83,9 @@ def test_it_answers_and_drains_on_sigterm(process: tuple[subprocess.Popen[str], 
 @pytest.mark.parametrize(
     ("options", "environ", "told"),
     [
+        (("--host", "no.such.host.invalid"), {}, "onela: host: cannot listen on 'no.such.host.invalid' ("),
+        (("--host", "192.0.2.1"), {}, "onela: host: cannot listen on '192.0.2.1' ("),
+        (("--host", "a" * 64), {}, f"onela: host: cannot listen on '{'a' * 64}' ("),
         ((), {"ONELA_SERVE_COLOUR": "red"}, "onela: ONELA_SERVE_COLOUR: unknown variable"),
         (
             ("--max-replicas", "3"),
