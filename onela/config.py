@@ -58,14 +58,16 @@ class EngineConfig:
         "per_beam", "replay_ssm: a checkpoint per beam, or a shared one"
     )
     record_dtype: RecordDtype = _option("auto", "dtype of the delta records; auto: the model's dtype")
-    cuda_graphs: bool = _option(True, "on a GPU, run prefill and decode forwards as CUDA graphs")
+    cuda_graphs: bool = _option(
+        True, "on a GPU, run prefill and decode forwards and selections as CUDA graphs"
+    )
     warm_up_tokens: int = _option(
         0,
         "capture prefill forwards of up to so many prompt tokens before the first request; 0: none",
         minimum=0,
     )
     warm_up_requests: int = _option(
-        0, "capture decode forwards of up to so many requests before the first request; 0: none", minimum=0
+        0, "capture decode steps of up to so many requests before the first request; 0: none", minimum=0
     )
     warm_up_beams: int = _option(
         256, "beams of each of the requests of warm_up_requests", minimum=1, maximum=MAX_BEAM_WIDTH

@@ -1,4 +1,4 @@
-"""Forwards as CUDA graphs: captured once per padded shape, replayed for whatever fits into it."""
+"""Forwards and selections as CUDA graphs: captured once per padded shape, replayed for whatever fits into it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MAX_PREFILL_GRAPHS = 320
 MAX_SELECTION_GRAPHS = 512
 """Graphs of selections kept at a time. They are small."""
 EXACT_DEPTH = 8
-"""Up to this depth a graph is made for every depth; beyond, for every eighth."""
+"""Up to this depth a graph is made for every depth; beyond, for multiples of 8."""
 
 Shape = TypeVar("Shape", bound=Hashable)
 Buffers = TypeVar("Buffers")
@@ -362,7 +362,7 @@ def waiting_is_an_error() -> Iterator[None]:
 
 
 def padded_rows(rows: int) -> int:
-    """Rows that a forward of so many is padded to: an eighth more of them at most, or the next 16."""
+    """Rows that a forward of so many is padded to: a quarter more of them at most, or the next 16."""
     step = max(16, (1 << (rows - 1).bit_length()) // 8)
     return -(-rows // step) * step
 

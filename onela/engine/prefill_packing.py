@@ -15,7 +15,7 @@ from onela.state import PrefillInputs, PromptPool
 FINE_FROM = 1024
 """From here on buckets are a sixteenth of a power of two apart, below an eighth."""
 TIGHT = 8
-"""From there on tight buckets are so many tokens apart."""
+"""Beyond `FINE_FROM` tight buckets are so many tokens apart."""
 SMALLEST = 64
 """Tokens of the smallest bucket."""
 SLACK = 96

@@ -39,8 +39,8 @@ class HiddenRows:
         self.generation = 0
 
     def reserve(self, num_rows: int) -> None:
-        """Make room for so many."""
-        if num_rows > len(self.rows) and (self.rows.is_cuda or not len(self.rows)):
+        """Make room for so many on a GPU; elsewhere `keep` takes the rows where they are."""
+        if self.rows.is_cuda and num_rows > len(self.rows):
             self.rows = self.rows.new_zeros(max(num_rows, 3 * len(self.rows) // 2), self.rows.shape[1])
             self.generation += 1
 
@@ -153,7 +153,7 @@ class Runner:
         if not chunks:
             return []
         prompts = self.state.prompts
-        self.prompt_hidden.reserve(max(MAX_REQUESTS, 4 * len(chunks)))  # a graph pads them to a power of four
+        self.prompt_hidden.reserve(4 * len(chunks))  # a graph pads them to a power of four
         hidden = None if self.prefill_graphs is None else self.prefill_graphs.run(chunks)
         if hidden is None:
             hidden = self.prefill_forward(eager_inputs(chunks, prompts, self.device))

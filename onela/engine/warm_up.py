@@ -13,7 +13,7 @@ from onela.config import EngineConfig
 from onela.engine.graphs import ForwardGraphs, Shape, padded_rows, padded_selection, padded_shape
 from onela.engine.packing import SelectionShape, StepShape
 from onela.engine.prefill_packing import LONG, SMALLEST, buckets_up_to
-from onela.engine.runner import MAX_REQUESTS, Runner
+from onela.engine.runner import Runner
 from onela.engine.scheduler import MAX_PREFILL_PROMPTS
 from onela.engine.served import ServedCatalog
 from onela.ops.prefill_tables import PrefillShape
@@ -57,12 +57,12 @@ def selection_shapes(config: EngineConfig, num_levels: int, served: ServedCatalo
             shape = SelectionShape(
                 served,
                 level,
-                "level",
-                1 + level,
-                None,
-                config.warm_up_requests if level else count,
-                rows,
-                beams,
+                normalizer="level",
+                part=1 + level,
+                masks=None,
+                num_requests=config.warm_up_requests if level else count,
+                num_rows=rows,
+                num_out=beams,
             )
             shapes[padded_selection(shape)] = None
     return list(shapes)
@@ -77,7 +77,7 @@ def capture(graphs: ForwardGraphs[Shape, Any] | None, shapes: Sequence[Shape]) -
 
 @torch.inference_mode()
 def warm_up(runner: Runner, config: EngineConfig, num_levels: int, served: ServedCatalog) -> float:
-    """Make room for what the options name, and capture its forwards. Returns the seconds it took.
+    """Make room for what the options name, and capture its forwards and selections. Returns the seconds it took.
 
     A graph is worthless once a pool has been replaced by a larger one, so the pools get their room first: all that
     their limits allow where they are set, else that of the requests named here.
@@ -98,12 +98,11 @@ def warm_up(runner: Runner, config: EngineConfig, num_levels: int, served: Serve
         state.backend.reserve(2 * beams, num_levels - 1)
         runner.beams.reserve(2 * (config.max_prompts or count) * config.warm_up_beams)
         runner.beam_hidden.reserve(padded_rows(2 * beams))
-    runner.prompt_hidden.reserve(4 * MAX_REQUESTS)
     runner.table.reserve(2 * count, 1)
     prompts.flush()
     captured = capture(runner.prefill_graphs, list(prefill_shapes(config)))
     captured += capture(runner.graphs, decode_shapes(config, num_levels))
     captured += capture(runner.selection_graphs, selection_shapes(config, num_levels, served))
     taken = time.perf_counter() - start
-    logger.info("warmed up in %.1f s: %d forwards captured", taken, captured)
+    logger.info("warmed up in %.1f s: %d graphs captured", taken, captured)
     return taken

@@ -90,12 +90,8 @@ def load(path: str | os.PathLike[str]) -> Assembled:
     folder = Path(path)
     try:
         return _load(folder)
-    except (
-        TypeError,
-        KeyError,
-        IndexError,
-        AttributeError,
-    ) as error:  # an entry that is no list, a missing one
+    # An entry that is no list, or a missing one.
+    except (TypeError, KeyError, IndexError, AttributeError) as error:
         raise CatalogError(f"a header is damaged: {error!r}", path=str(folder)) from error
 
 

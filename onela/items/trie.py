@@ -282,9 +282,8 @@ def load_array(path: Path, shape: tuple[int, ...], kinds: str) -> np.ndarray:
         mapped = np.load(path, mmap_mode="c" if all(shape) else None, allow_pickle=False)
     except Exception as error:  # NumPy reads the header as Python, and a damaged one raises what that raises
         raise CatalogError(f"cannot be read: {error}", path=str(path)) from error
-    array: np.ndarray = mapped.view(
-        np.ndarray
-    )  # the same memory; indexing a `np.memmap` takes ten times as long
+    # The same memory; indexing a `np.memmap` takes ten times as long.
+    array: np.ndarray = mapped.view(np.ndarray)
     if array.shape != shape or array.dtype.kind not in kinds:
         raise CatalogError(
             f"holds {array.dtype} {list(array.shape)}, the header says {list(shape)}", path=str(path)

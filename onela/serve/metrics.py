@@ -97,7 +97,9 @@ class EngineCollector(Collector):
             "onela_kv_pages_used", "KV pages in use, the prompt cache's too.", prompts.pages.num_taken
         )
         yield _counter(
-            "onela_graph_captures", "Forwards captured as CUDA graphs.", engine.runner.num_captures
+            "onela_graph_captures",
+            "Forwards and selections captured as CUDA graphs.",
+            engine.runner.num_captures,
         )
         yield _counter(
             "onela_late_graph_captures",

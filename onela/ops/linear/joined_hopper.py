@@ -13,10 +13,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from onela.errors import ShapeError
 from onela.ops._checks import check_float
 from onela.ops._device import multiprocessors
-from onela.ops.linear._joined_hopper_kernel import joined_product_hopper_kernel
+from onela.ops.linear import _joined_hopper_kernel as kernel
 from onela.ops.linear.reference import check_joined
 
-PLAIN, GATED, ADDED = range(3)
+PLAIN, GATED, ADDED = (mode.value for mode in (kernel.PLAIN, kernel.GATED, kernel.ADDED))
 DEPTH = 64
 """Columns of a stage."""
 SHARED = 225 << 10
@@ -148,7 +148,7 @@ def _launch(
         raise ShapeError(f"tile: whole tiles of {columns} columns are needed, weight has {size} rows")
     num_m, num_n = triton.cdiv(N, rows), triton.cdiv(size, step)
     unused = x
-    joined_product_hopper_kernel[(min(processors, num_m * num_n),)](
+    kernel.joined_product_hopper_kernel[(min(processors, num_m * num_n),)](
         TensorDescriptor.from_tensor(x, [rows, DEPTH], _layout(DEPTH)),
         TensorDescriptor.from_tensor(weight, [step, DEPTH], _layout(DEPTH)),
         TensorDescriptor.from_tensor(o, [64, out], _layout(out)),
