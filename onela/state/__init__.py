@@ -4,14 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from onela.state.backends import (
-    BACKENDS,
-    REPLAYING,
-    BackendName,
-    GatedDeltaWeights,
-    RecurrentBackend,
-    make_backend,
-)
+from onela.state.backend import BACKENDS, REPLAYING, BackendName, GatedDeltaWeights, RecurrentBackend
+from onela.state.backends import make_backend
 from onela.state.choice import choose_backend
 from onela.state.geometry import AttentionGeometry, GatedDeltaGeometry, LayerGeometry
 from onela.state.inputs import PrefillInputs, StepInputs
