@@ -69,7 +69,7 @@ def run_server(arguments: argparse.Namespace) -> None:
     begun = time.perf_counter()
     engine = make_engine(arguments, ItemCatalog.load(arguments.catalog))
     captures = engine.runner.num_captures
-    print(f"engine made in {time.perf_counter() - begun:.1f} s, {captures} forwards captured", flush=True)
+    print(f"engine made in {time.perf_counter() - begun:.1f} s, {captures} graphs captured", flush=True)
     if arguments.profile:
         profile_thread(engine, arguments.profile)
     config = ServerConfig(port=arguments.port, admin_token="admin", max_body_bytes=arguments.max_body)

@@ -18,7 +18,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from onela.ops.gated_delta._replay_hopper_kernel import (
+from onela.ops.gated_delta._replay_hopper_layouts import (
+    conv_layout,
+    dots_layout,
+    layer_geometry,
+    operand_layout,
+    piece_layout,
+    row_image,
+)
+from onela.ops.gated_delta._replay_hopper_parts import (
     FAR,
     L2NORM_EPS,
     copy_ahead,
@@ -39,14 +47,6 @@ from onela.ops.gated_delta._replay_hopper_kernel import (
     suffix_decays,
     take_apart,
     widen,
-)
-from onela.ops.gated_delta._replay_hopper_layouts import (
-    conv_layout,
-    dots_layout,
-    layer_geometry,
-    operand_layout,
-    piece_layout,
-    row_image,
 )
 
 TAPS = gl.constexpr(4)
