@@ -68,6 +68,9 @@ class StepTable:
 
     Args:
         num_levels: of a SID. max_requests: of a step, to begin with. device: where it lives.
+
+    `flat` is [num_parts, NUM_LINES, stride] int32: the part of the decode forward, then those of selections; a line
+    holds a number per request, or their bounds. `generation` changes whenever it is replaced by a larger one.
     """
 
     def __init__(self, num_levels: int, max_requests: int, device: torch.device) -> None:

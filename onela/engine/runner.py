@@ -31,6 +31,8 @@ class HiddenRows:
 
     Args:
         size, dtype: of a row. device: where they live.
+
+    `rows` is [R, size]. `generation` changes whenever a GPU gets more of them.
     """
 
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:

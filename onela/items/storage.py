@@ -134,7 +134,7 @@ def _load(folder: Path) -> Assembled:
     header = read_header(folder / HEADER, _FIELDS, FORMAT_VERSION)
     num_items, texts = header["num_items"], header["texts"]
     if not isinstance(header["version"], str):
-        raise CatalogError("field 'version' is no text", path=str(folder / HEADER))
+        raise CatalogError(f"field 'version' is no text: {header['version']!r}", path=str(folder / HEADER))
     trie = ItemTrie.load(folder)
 
     def text(name: str) -> StringColumn | None:

@@ -40,7 +40,12 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, eps=self.eps, zero_centered=self.zero_centered, residual=residual)
 
     def after(self, product: nn.Module, x: FinishedRows, residual: Tensor, reader: nn.Module) -> Rows:
-        """Add `product` of x to the residual; the norm of the sum, as whoever reads it takes it."""
+        """Add a product to the residual; the norm of the sum, as whoever reads it takes it.
+
+        Args:
+            product: the linear map, [size, D]. x: [N, D], what it reads. residual: [N, size], changed in place.
+            reader: whoever reads the norm.
+        """
         if (
             isinstance(x, Tensor)
             and isinstance(product, nn.Linear)
@@ -63,7 +68,11 @@ class RMSNorm(nn.Module):
         return self.rows_for(reader, product(x), residual)
 
     def rows_for(self, reader: nn.Module, added: Tensor | None, stream: Tensor) -> FinishedRows:
-        """The norm of the residual stream after this has been added to it, in float8 when its reader takes it so."""
+        """The norm of a residual stream after this has been added to it, in float8 when its reader takes it so.
+
+        Args:
+            added: [N, hidden_size]; None: nothing. stream: [N, hidden_size], changed in place when something is added.
+        """
         x, residual = (stream, None) if added is None else (added, stream)
         if not (isinstance(reader, FusedLinear) and reader.takes_float8):
             return self(x, residual)
@@ -175,7 +184,7 @@ class MLP(FusedLinear):
         return self.down_proj(self.inner(x))
 
     def inner(self, x: Rows) -> FinishedRows:
-        """What `down_proj` reads."""
+        """What `down_proj` reads: [N, hidden_size] -> [N, intermediate_size]."""
         if self.fused is None:
             return F.silu(self.gate_proj(x)) * self.up_proj(x)
         if isinstance(x, UnfinishedRows):
@@ -225,7 +234,13 @@ class Attention(FusedLinear):
         state: DecodeState,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """What `out` reads, of these rows."""
+        """Attention of new tokens, whose keys and values go to their pages.
+
+        Args:
+            x: [T, hidden_size]. rows: [B] int64, the last token of each prompt, the only ones with queries; None: all.
+        Returns:
+            What `out` reads, [T or B, HQ * head_dim].
+        """
         if rows is None:
             q, k, v, gate = self._project(x, rope)
         else:
@@ -252,6 +267,7 @@ class Attention(FusedLinear):
         return self.o_proj
 
     def decode(self, x: Rows, rope: Rope, inputs: StepInputs, state: DecodeState) -> Tensor:
+        """Attention of one token per beam: x [N, hidden_size] -> what `out` reads, [N, HQ * head_dim]."""
         q, k, v, gate = self._project(x, rope)
         k_cache, v_cache = state.prompts.cache(self.layer)
         o = beam_attention(
@@ -272,6 +288,7 @@ class Attention(FusedLinear):
         self.fuse_linear([self.q_proj, self.k_proj, self.v_proj])
 
     def _project(self, x: Rows, rope: Rope) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """q [T, HQ, D], k and v [T, HKV, D], and the gate [T, HQ, D] if there is one; of x [T, hidden_size]."""
         T = x.shape[0]
         q, k, v = self.split_linear(x, [self.q_proj, self.k_proj, self.v_proj])
         gate = None
@@ -293,7 +310,7 @@ class Attention(FusedLinear):
     def _project_rows(
         self, x: FinishedRows, rope: Rope, rows: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """As `_project`, but only these rows have queries."""
+        """As `_project`, but only these rows [B] have queries and gates: [B, HQ, D]."""
         T, B = x.shape[0], rows.shape[0]
         D, (cos, sin) = self.head_dim, rope
         q = self.split_linear(x.index_select(0, rows), [self.q_proj])[0]
@@ -407,4 +424,5 @@ class GatedDeltaNet(FusedLinear):
         return self.out_proj
 
     def decode(self, x: Rows, rope: Rope, inputs: StepInputs, state: DecodeState) -> Tensor:
+        """One token per beam: x [N, hidden_size] -> what `out` reads, [N, HV * V]."""
         return state.backend.layer_step(self.layer, self.weights, *self.project(x), inputs)

@@ -104,7 +104,8 @@ def pages_attention(
     """Causal attention of new tokens over all keys in their prompts' pages, cut into parts where tiles are too few.
 
     Args:
-        q: [T, HQ, D], or with `last_only` [B, HQ, D]. page_table: [num_prompts, max_pages] int32.
+        q: [T, HQ, D], or with `last_only` [B, HQ, D].
+        k_cache, v_cache: [pages, page_size, HKV, D]. page_table: [num_prompts, max_pages] int32.
     Returns:
         o: as q, zeros for a row that sees no keys.
     """
@@ -170,7 +171,7 @@ def last_row_attention(
 
 
 def write_pages(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, tables: PrefillTables) -> None:
-    """Put new keys and values into their pages, in one launch."""
+    """Put new keys and values [T, HKV, D] into their pages [pages, page_size, HKV, D], in one launch."""
     T, HKV, D = k.shape
     block_d = triton.next_power_of_2(HKV * D)
     block_r = max(1, 4096 // block_d)
@@ -187,6 +188,8 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, num_prompts: int, scale: fl
 
     Args:
         q: [B * L, HQ, D]; k, v: [B * L, HKV, D]. num_prompts: B.
+    Returns:
+        o: as q.
     Raises:
         RuntimeError: cuDNN does not take these.
     """
@@ -233,6 +236,8 @@ def flash_attention(
     Args:
         q: [T, HQ, D]; k, v: [T, HKV, D]; cu_seqlens: [S+1] int32, bounds of the sequences.
         longest: no sequence has more.
+    Returns:
+        o: as q.
     """
     run, causal, grouped = _flash_options()
     if q.shape[1] == k.shape[1]:
