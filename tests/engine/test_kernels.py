@@ -30,7 +30,7 @@ from onela.ops.norm.kernels import (
 )
 from onela.ops.norm.qk_kernel import qk_norm_rotary_triton
 from onela.ops.short_conv.kernels import short_conv_step_triton
-from onela.state import backends
+from onela.state import backend, backends
 from tests.engine.helpers import (
     catalog_of,
     check_equal,
@@ -68,10 +68,10 @@ KERNELS: list[tuple[Any, str, Any]] = [
     (layers, "gated_rms_norm", gated_rms_norm_triton),
     (layers, "rotary", rotary_triton),
     (layers, "beam_attention", beam_attention_triton),
-    (backends, "gated_rms_norm", gated_rms_norm_triton),
-    (backends, "gated_delta_gates", gated_delta_gates_triton),
+    (backend, "gated_rms_norm", gated_rms_norm_triton),
+    (backend, "gated_delta_gates", gated_delta_gates_triton),
     (backends, "gated_delta_layer_step", gated_delta_layer_step_triton),
-    (backends, "short_conv_step", short_conv_step_triton),
+    (backend, "short_conv_step", short_conv_step_triton),
     (backends, "full_state_step", full_state_step_triton),
     (backends, "replay_step", replay_step_triton),
     (backends, "replay_ssm_step", replay_ssm_step_triton),
