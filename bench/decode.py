@@ -90,12 +90,11 @@ def time_steps(
             if engine.device.type == "cuda":
                 torch.cuda.synchronize()
             taken = time.perf_counter() - start
-            if batch.decode and runner.graphs is not None and runner.graphs.failure is None:
+            if batch.decode and runner.graphs is not None and (latest := runner.graphs.latest) is not None:
                 # The graph of this step, its inputs still in place; what it writes again is the same or no longer read.
-                graph = next(reversed(runner.graphs._graphs.values())).graph
-                times.append(time_events(graph.replay, samples=7, per_sample=3, warm=1))
+                times.append(time_events(latest.graph.replay, samples=7, per_sample=3, warm=1))
                 if profile and all(request.level == len(request.widths) - 1 for request in active):
-                    print_kernels(graph.replay)
+                    print_kernels(latest.graph.replay)
             elif batch.decode:
                 times.append([taken * 1e6])
             choose(engine, batch)

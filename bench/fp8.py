@@ -87,9 +87,9 @@ def measure_speed(args: argparse.Namespace) -> None:
             active = admitted(engine, [length] * count)
             engine.runner.prefill([PrefillChunk(request, 0, length) for request in active])
             graphs = engine.runner.prefill_graphs
-            if graphs is None or graphs.failure is not None:
+            if graphs is None or graphs.latest is None:
                 raise RuntimeError(f"prefill was not captured: {graphs and graphs.failure!r}")
-            replay = next(reversed(graphs._graphs.values())).graph.replay
+            replay = graphs.latest.graph.replay
             report(args, arm, {"prompts": count, "tokens": length}, "prefill", time_events(replay, samples=9))
             for request in active:
                 engine.cancel(request)

@@ -159,9 +159,8 @@ def measure(engine: Engine, model: str, case: str, args: argparse.Namespace) -> 
     torch.cuda.synchronize()
     first = (time.perf_counter() - start) * 1e3
     graphs = runner.prefill_graphs
-    if graphs is None or graphs.failure is not None:
+    if graphs is None or (graph := graphs.latest) is None:
         raise RuntimeError(f"not captured: {graphs and graphs.failure!r}")
-    graph = next(reversed(graphs._graphs.values()))
     # A replay runs the same tokens again: other states go in, and nothing depends on what they are.
     times = time_events(graph.graph.replay, samples=args.samples, per_sample=1, warm=2)
     if args.profile:

@@ -153,9 +153,8 @@ def run_steps(engine: Engine, active: Sequence[ActiveRequest]) -> list[Step]:
         _wait(engine.device)
         taken = (time.perf_counter() - begin) * 1e6
         graph = made_for = None
-        if runner.graphs is not None and runner.graphs.failure is None:
-            graph = next(reversed(runner.graphs._graphs.values())).graph
-            made_for = runner.graphs.generation()
+        if runner.graphs is not None and (latest := runner.graphs.latest) is not None:
+            graph, made_for = latest.graph, runner.graphs.generation()
         steps.append(
             Step(taken, graph, made_for, runner.table.flat.clone(), runner.beams.rows.clone(), engine)
         )

@@ -103,7 +103,7 @@ class BeamPool:
         return Beams(
             codes=rows[:, columns.HEAD : columns.HEAD + level],
             cum_logprobs=rows[:, columns.SCORE].view(torch.float32),
-            trie_nodes=rows.view(torch.int64)[:, columns.NODE],
+            trie_nodes=rows.view(torch.int64)[:, columns.NODE // 2],
             parent_beams=rows[:, columns.PARENT],
         )
 

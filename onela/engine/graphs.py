@@ -82,6 +82,11 @@ class ForwardGraphs(ABC, Generic[Shape, Buffers]):
         self._stream: Any = None
 
     @property
+    def latest(self) -> ForwardGraph[Buffers] | None:
+        """The graph that was found last, for whoever times it; None: none is kept, as when captures have failed."""
+        return next(reversed(self._graphs.values()), None)
+
+    @property
     @abstractmethod
     def max_graphs(self) -> int:
         """The most graphs that are kept."""

@@ -163,6 +163,7 @@ def test_a_forward_that_cannot_be_captured_runs_as_it_is(path: Path) -> None:
     assert [i.sid for i in results[0].items] == [i.sid for i in wanted[0].items]
     assert isinstance(graphs.failure, RuntimeError)
     assert graphs.num_captures == 1
+    assert graphs.latest is None
 
 
 def test_the_graph_unused_for_longest_goes_first(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,11 +171,14 @@ def test_the_graph_unused_for_longest_goes_first(path: Path, monkeypatch: pytest
     engine = tiny_engine(path, VOCABULARY, CATALOGS[0])
     graphs = with_graphs(engine)
     small, large = requests(0, [(6, 6, 6)]), requests(0, [(6, 9, 9)] * 3)
-    captures = []
+    captures, latest = [], []
     for batch in (large, large, small, small, large):
         engine.generate(batch)
         captures.append(graphs.num_captures)
+        latest.append(graphs.latest)
     assert captures == [2, 2, 4, 4, 6]
+    assert latest[0] is latest[1]
+    assert latest[1] is not latest[2]
     assert MAX_GRAPHS > 2
 
 

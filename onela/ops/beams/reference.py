@@ -53,7 +53,7 @@ def pack_step_ref(
     places = torch.where(inside, first + within, 0)
     packed = beams.index_select(0, places)
     at_depth = torch.where(inside, depths.to(torch.int64)[request], 0)
-    alive = inside & (packed[:, : NODE + 2].contiguous().view(torch.int64)[:, 0] >= 0)
+    alive = inside & (packed[:, NODE : NODE + 2].contiguous().view(torch.int64)[:, 0] >= 0)
     code = torch.where(alive, packed.gather(1, HEAD + at_depth[:, None])[:, 0], 0)
     starts = torch.where(inside, token_starts.to(torch.int64)[request], 0)
     parents = packed[:, PARENT].to(torch.int64)
