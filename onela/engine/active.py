@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,8 @@ class ActiveRequest:
     """Host-side bookkeeping of one request.
 
     Attributes:
-        request, params, prompt_token_ids: what was asked.
+        request, params: what was asked. prompt_token_ids: [length] int32, numbers that lie side by side: lists of
+            thousands are slow to copy.
         asked: items to return. widths: beams after each step, impossible ones left out.
         prompt: its place in the prompt pool. first_slot, first_row: its extents of record slots and of beam rows.
         spare_slot: where the records of its last step go, in the batch that runs it.
@@ -42,7 +42,7 @@ class ActiveRequest:
 
     request: Request
     params: BeamParams
-    prompt_token_ids: list[int]
+    prompt_token_ids: np.ndarray[Any, np.dtype[np.int32]]
     asked: int
     widths: tuple[int, ...]
     pool: BeamPool
@@ -67,11 +67,6 @@ class ActiveRequest:
     chosen_at: list[float] = field(default_factory=list)
     observer: Callable[[ActiveRequest], None] | None = None
     outcome: Result | OneLAError | None = None
-
-    @cached_property
-    def token_array(self) -> np.ndarray[Any, np.dtype[np.int32]]:
-        """The prompt's tokens as numbers that lie side by side: lists of thousands are slow to copy."""
-        return np.asarray(self.prompt_token_ids, dtype=np.int32)
 
     @property
     def width(self) -> int:

@@ -354,7 +354,6 @@ class Engine:
             active.outcome = empty_result(active)
         elif self.cache is not None:
             self.cache.prepare(active)
-        _ = active.token_array  # made here, where no step waits for it
         return active
 
     def _rehearse(self) -> None:

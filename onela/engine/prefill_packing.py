@@ -30,7 +30,7 @@ def new_tokens(chunk: PrefillChunk) -> NewTokens:
     """What a piece of a prompt brings to a forward."""
     prompt = chunk.request.prompt
     assert prompt is not None, "a scheduled request holds a place in the prompt pool"
-    tokens = chunk.request.token_array[chunk.start : chunk.end]
+    tokens = chunk.request.prompt_token_ids[chunk.start : chunk.end]
     return NewTokens(tokens, chunk.start, prompt.index, prompt.pages)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import time
-from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -121,7 +120,7 @@ class PromptCache:
 
     def prepare(self, request: ActiveRequest) -> None:
         """Work out the digests of a prompt's prefixes. May be called from any thread."""
-        tokens = array("q", request.prompt_token_ids)
+        tokens = request.prompt_token_ids
         digest, digests = b"", []
         for end in range(self.interval, len(tokens), self.interval):
             block = tokens[end - self.interval : end].tobytes()

@@ -14,9 +14,12 @@ from __future__ import annotations
 
 import logging
 import operator
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from onela.engine.request import Request
 from onela.errors import ConfigError, RequestError
@@ -63,8 +66,8 @@ class PromptEncoder:
         self.options = options or PromptOptions()
         self.forced_prefix = self._prefix_tokens(vocabulary)
 
-    def encode(self, request: Request) -> list[int]:
-        """The prompt's tokens. Raises `RequestError` that names the field."""
+    def encode(self, request: Request) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """The prompt's tokens, [length] int32. Raises `RequestError` that names the field."""
         if request.prompt_token_ids is not None:
             try:
                 tokens = list(request.prompt_token_ids)
@@ -72,15 +75,16 @@ class PromptEncoder:
                 raise RequestError(
                     "prompt_token_ids", "a list of whole numbers is expected", value=request.prompt_token_ids
                 ) from None
-            return self._check("prompt_token_ids", tokens)
+            return self._array("prompt_token_ids", tokens)
         if request.messages is not None:
             field, tokens = "messages", self._chat("messages", request.messages)
         else:
             assert request.prompt is not None, "a Request has exactly one kind of prompt"
             field, tokens = "prompt", self._text(request.prompt)
-        self._check(field, tokens)
         prefix = self.forced_prefix
-        return tokens if not prefix or tokens[-len(prefix) :] == prefix else tokens + prefix
+        if prefix and tokens[-len(prefix) :] != prefix and tokens:
+            tokens = tokens + prefix
+        return self._array(field, tokens)
 
     def _text(self, prompt: str) -> list[int]:
         if not isinstance(prompt, str):
@@ -141,26 +145,35 @@ class PromptEncoder:
             raise RequestError(field, "this engine has no tokenizer; give prompt_token_ids")
         return self.tokenizer
 
-    def _check(self, field: str, tokens: list[Any]) -> list[int]:
-        """The tokens as plain integers within the vocabulary."""
+    def _array(self, field: str, tokens: list[Any]) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """The tokens as integers within the vocabulary that lie side by side."""
         if not tokens:
             raise RequestError(field, "at least one token is needed", value=[])
-        if set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) < self.vocab_size:
-            return tokens  # nearly always; prompts are long
+        try:
+            # Prompts are long, and nothing turns a list of numbers into an array as fast.
+            array = np.frombuffer(struct.pack(f"={len(tokens)}i", *tokens), dtype=np.int32)
+        except (struct.error, TypeError, OverflowError):
+            array = None
+        if array is None or array.min() < 0 or array.max() >= self.vocab_size:
+            self._name_unusable(field, tokens)
+        assert array is not None, "tokens within the vocabulary are int32"
+        return array
+
+    def _name_unusable(self, field: str, tokens: list[Any]) -> None:
+        """Raise `RequestError` for the first token that is no whole number or lies outside the vocabulary."""
         for place, token in enumerate(tokens):
             try:
-                tokens[place] = operator.index(token)
+                number = operator.index(token)
             except TypeError:
                 raise RequestError(
                     field, f"the token in place {place} is not a whole number", value=token
                 ) from None
-            if not 0 <= tokens[place] < self.vocab_size:
+            if not 0 <= number < self.vocab_size:
                 raise RequestError(
                     field,
                     f"the token in place {place} lies outside the vocabulary of {self.vocab_size}",
                     value=token,
                 )
-        return tokens
 
     def _prefix_tokens(self, vocabulary: SidVocabulary) -> list[int]:
         text = self.options.forced_prefix

@@ -169,17 +169,21 @@ class TableLayout:
         cached = [0 if prompt is None else prompt.cached for prompt in sequences]
         places = self.part(numbers, "prompts")
         places[:] = [-1 if prompt is None else prompt.place for prompt in sequences]
+        of_page = np.arange(page_size, dtype=np.int32)
         asked = []
         for row, prompt in zip(cu_seqlens.tolist(), sequences):
             if prompt is None:
                 continue
             rows = slice(row, row + len(prompt.token_ids))
-            own = np.arange(prompt.cached, prompt.cached + len(prompt.token_ids), dtype=np.int32)
+            end = prompt.cached + len(prompt.token_ids)
             token_ids[rows] = prompt.token_ids
-            positions[rows] = own
+            positions[rows] = np.arange(prompt.cached, end, dtype=np.int32)
             if len(prompt.pages):
-                pages = np.asarray(prompt.pages, dtype=np.int32)
-                page_rows[rows] = pages[own // page_size] * page_size + own % page_size
+                # The rows of every page that new tokens lie on, one page after the other.
+                first = prompt.cached // page_size
+                pages = np.asarray(prompt.pages[first : -(-end // page_size)], dtype=np.int32)
+                on_pages = (pages[:, None] * page_size + of_page).reshape(-1)
+                page_rows[rows] = on_pages[prompt.cached - first * page_size : end - first * page_size]
             asked.append(max(rows.stop - 1, 0))
         self.part(numbers, "last_rows")[: len(asked)] = asked
         self.part(numbers, "cu_seqlens")[:] = cu_seqlens

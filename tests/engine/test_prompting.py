@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from onela import ConfigError, Request, RequestError, SidVocabulary
@@ -25,8 +26,8 @@ def encoder(tokenizer: Any, vocab_size: int | None = None, **options: Any) -> Pr
     return PromptEncoder(tokenizer, vocabulary, vocab_size or len(tokenizer), PromptOptions(**options))
 
 
-def words(tokenizer: Any, tokens: list[int]) -> str:
-    return tokenizer.decode(tokens)
+def words(tokenizer: Any, tokens: np.ndarray[Any, Any]) -> str:
+    return tokenizer.decode(tokens.tolist())
 
 
 class FixedTokenizer:
@@ -70,7 +71,21 @@ class TestForcedPrefix:
         )
 
     def test_tokens_are_taken_as_they_are(self, tokenizer: Any) -> None:
-        assert encoder(tokenizer).encode(Request(prompt_token_ids=(5, 6))) == [5, 6]
+        assert encoder(tokenizer).encode(Request(prompt_token_ids=(5, 6))).tolist() == [5, 6]
+
+    @pytest.mark.parametrize(
+        "given", [(5, 6), range(5, 7), np.array([5, 6]), np.array([5, 6], dtype=np.uint8), [np.int32(5), 6]]
+    )
+    def test_tokens_may_be_any_whole_numbers(self, tokenizer: Any, given: Any) -> None:
+        tokens = encoder(tokenizer).encode(Request(prompt_token_ids=given))
+        assert (tokens.dtype, tokens.tolist()) == (np.int32, [5, 6])
+
+    @pytest.mark.parametrize("token", [-(2**31) - 1, 2**31, 2**70])
+    def test_a_token_that_no_int32_holds(self, tokenizer: Any, token: int) -> None:
+        with pytest.raises(
+            RequestError, match="prompt_token_ids: the token in place 1 lies outside the vocab"
+        ):
+            encoder(tokenizer).encode(Request(prompt_token_ids=[3, token]))
 
     @pytest.mark.parametrize("prefix", [None, 3])
     def test_no_text(self, tokenizer: Any, prefix: Any) -> None:
@@ -81,7 +96,7 @@ class TestForcedPrefix:
         vocabulary = SidVocabulary.from_token_ids([[5], [6]], begin_token_id=4)
         with pytest.raises(ConfigError, match="forced_prefix: 'x' needs a tokenizer"):
             PromptEncoder(None, vocabulary, 10, PromptOptions(forced_prefix="x"))
-        assert PromptEncoder(None, vocabulary, 10).encode(Request(prompt_token_ids=[1])) == [1]
+        assert PromptEncoder(None, vocabulary, 10).encode(Request(prompt_token_ids=[1])).tolist() == [1]
 
     def test_a_token_that_the_tokenizer_lacks(self) -> None:
         vocabulary = SidVocabulary.from_token_ids([[5], [6]])
@@ -112,7 +127,8 @@ class TestMessages:
 
     def test_text_through_the_template(self, tokenizer: Any) -> None:
         chatting = encoder(tokenizer, chat_template=True)
-        assert chatting.encode(Request(prompt="Hello")) == chatting.encode(Request(messages=HELLO))
+        as_text, as_message = (chatting.encode(r) for r in (Request(prompt="Hello"), Request(messages=HELLO)))
+        assert as_text.tolist() == as_message.tolist()
 
     def test_no_template(self) -> None:
         tokenizer = make_tokenizer(SIDS)
@@ -191,10 +207,11 @@ class TestRefused:
     def test_text_that_the_tokenizer_knows_in_part(self, caplog: pytest.LogCaptureFixture) -> None:
         vocabulary = SidVocabulary.from_token_ids([[5], [6]])
         encoder = PromptEncoder(FixedTokenizer([1, 0, 5, 0]), vocabulary, 10)
-        assert encoder.encode(Request(prompt="some <5> words")) == [1, 0, 5, 0]
+        assert encoder.encode(Request(prompt="some <5> words")).tolist() == [1, 0, 5, 0]
         assert "prompt: 2 of 4 tokens are unknown to the tokenizer and become '<unk>'" in caplog.text
         caplog.clear()
-        assert PromptEncoder(FixedTokenizer([1, 5]), vocabulary, 10).encode(Request(prompt="<5>")) == [1, 5]
+        known = PromptEncoder(FixedTokenizer([1, 5]), vocabulary, 10)
+        assert known.encode(Request(prompt="<5>")).tolist() == [1, 5]
         assert not caplog.text
 
     def test_text_beyond_the_model(self, tokenizer: Any) -> None:
