@@ -28,7 +28,7 @@ from onela.engine.runner import Runner
 from onela.engine.scheduler import Batch, Scheduler
 from onela.engine.served import ServedCatalog
 from onela.engine.tokenizer import load_tokenizer
-from onela.engine.warm_up import capture, selection_shapes, warm_up
+from onela.engine.warm_up import capture, reserve_masks, selection_shapes, warm_up
 from onela.errors import (
     CancelledError,
     ConfigError,
@@ -308,6 +308,7 @@ class Engine:
             if served is not None and served not in self._ready:
                 self._ready.add(served)
                 graphs.forget([c for c in (catalogs.active, catalogs.previous, served) if c is not None])
+                reserve_masks(self.config, served)
                 self._to_capture.extend(selection_shapes(self.config, self.vocabulary.num_levels, served))
         if not self._to_capture:
             return False
@@ -357,12 +358,18 @@ class Engine:
         return active
 
     def _rehearse(self) -> None:
-        """Answer one to `warm_up_requests` requests together: compiles what lies between the captured forwards."""
+        """Answer one to `warm_up_requests` requests together: compiles what lies between the captured forwards.
+
+        The last ones may not get the catalogue's first item: masks are brought to the device then.
+        """
         params = BeamParams(beam_width=self.config.warm_up_beams)
         request = Request(prompt_token_ids=[0, 0], params=params)
         try:
             for count in range(1, self.config.warm_up_requests + 1):
                 self.generate([request] * count)
+            if self.catalog is not None and self.catalog.num_items:
+                filtered = dataclasses.replace(request, exclude_item_ids=[self.catalog.item_id(0)])
+                self.generate([filtered] * max(1, self.config.warm_up_requests))
         except OneLAError as error:  # of this prompt's; others may be answered
             logger.warning("the rehearsal of a warm start failed: %s", error)
         if self.cache is not None:

@@ -129,7 +129,7 @@ class ForwardGraphs(ABC, Generic[Shape, Buffers]):
         None when the forward cannot be captured; then the caller runs it itself, now and later.
 
         Args:
-            ahead: nobody waits for it yet.
+            ahead: nobody waits for it yet; `release_memory` is called when all are captured.
         """
         if self.failure is not None:
             return None
@@ -146,6 +146,8 @@ class ForwardGraphs(ABC, Generic[Shape, Buffers]):
                 self.failure = error
                 self._drop(len(self._graphs))
                 return None
+            if not ahead:
+                self.release_memory()
             if self.warm and not ahead:
                 self.num_late_captures += 1
                 logger.warning(
@@ -158,6 +160,11 @@ class ForwardGraphs(ABC, Generic[Shape, Buffers]):
             self._graphs[shape] = found
         self._graphs.move_to_end(shape)
         return found
+
+    def release_memory(self) -> None:
+        """Give back what the forwards have used that ran before captures: nothing else runs on their stream."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _drop(self, count: int) -> None:
         """Throw away the graphs that were not used for the longest time."""
@@ -193,8 +200,13 @@ class ForwardGraphs(ABC, Generic[Shape, Buffers]):
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-            hidden = forward()
+        # `torch.cuda.graph` gives all unused memory back first, which the next of many captures asks for anew.
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                hidden = forward()
+            finally:
+                graph.capture_end()
         self.num_captures += 1
         return ForwardGraph(buffers, hidden, graph)
 

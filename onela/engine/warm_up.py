@@ -37,20 +37,34 @@ def prefill_shapes(config: EngineConfig) -> Iterator[PrefillShape]:
 
 
 def decode_shapes(config: EngineConfig, num_levels: int) -> list[StepShape]:
-    """Shapes that hold the steps of up to `warm_up_requests` requests of `warm_up_beams` beams at any mix of depths."""
+    """Shapes that hold the steps of up to `warm_up_requests` requests of `warm_up_beams` beams.
+
+    They may stand at any mix of depths, unless all who decode end before the next prompts are run.
+    """
+    rows = config.warm_up_requests * config.warm_up_beams
+    mixed = config.max_tokens_beside_decode != 0 or rows > config.max_batch_rows
     shapes: dict[StepShape, None] = {}
     for count in range(config.warm_up_requests, 0, -1):
         for depth in range(num_levels - 1):
-            for some_first in (True, False) if depth else (True,):
+            for some_first in (True, False) if depth and mixed else (depth == 0,):
                 rows = count * config.warm_up_beams
                 shapes[padded_shape(StepShape(rows, config.warm_up_requests, depth, some_first))] = None
     return list(shapes)
 
 
 def selection_shapes(config: EngineConfig, num_levels: int, served: ServedCatalog) -> list[SelectionShape]:
-    """The shapes of selections of as many requests, over one catalogue."""
+    """The shapes of selections of as many requests, over one catalogue.
+
+    Those of requests with filters are fewer: for one request, for two, four, and so on, and for all; any number runs in
+    the next larger one. There has to be room for their masks beforehand (`reserve_masks`).
+    """
+    most = config.warm_up_requests
+    masks = None if served.masks is None else (served.masks.rows.data_ptr(), len(served.masks.rows))
+    wanted: list[tuple[int, tuple[int, int] | None]] = [(count, None) for count in range(most, 0, -1)]
+    if masks is not None:
+        wanted += [(count, masks) for count in range(most, 0, -1) if count == most or count.bit_count() == 1]
     shapes: dict[SelectionShape, None] = {}
-    for count in range(config.warm_up_requests, 0, -1):
+    for count, masks in wanted:
         for level in range(num_levels):
             beams = count * config.warm_up_beams
             rows = beams if level else count
@@ -59,8 +73,8 @@ def selection_shapes(config: EngineConfig, num_levels: int, served: ServedCatalo
                 level,
                 normalizer="level",
                 part=1 + level,
-                masks=None,
-                num_requests=config.warm_up_requests if level else count,
+                masks=masks,
+                num_requests=most if level else count,
                 num_rows=rows,
                 num_out=beams,
             )
@@ -68,11 +82,25 @@ def selection_shapes(config: EngineConfig, num_levels: int, served: ServedCatalo
     return list(shapes)
 
 
+def reserve_masks(config: EngineConfig, served: ServedCatalog) -> None:
+    """Make room for the masks of the requests named by the options, twice over: those under way and those to come."""
+    if served.masks is None:
+        return
+    try:
+        served.masks.reserve(2 * config.warm_up_requests)
+    except RuntimeError as error:  # out of memory: there will be room for as many as come
+        logger.warning("no room for masks ahead of requests with filters: %s", error)
+
+
 def capture(graphs: ForwardGraphs[Shape, Any] | None, shapes: Sequence[Shape]) -> int:
     """Capture these shapes, as many as are kept at a time. Returns how many could be."""
     if graphs is None:
         return 0
-    return sum(graphs.find(shape, ahead=True) is not None for shape in shapes[: graphs.max_graphs])
+    begun = time.perf_counter()
+    captured = sum(graphs.find(shape, ahead=True) is not None for shape in shapes[: graphs.max_graphs])
+    graphs.release_memory()
+    logger.info("captured %d graphs of %s in %.1f s", captured, graphs.kind, time.perf_counter() - begun)
+    return captured
 
 
 @torch.inference_mode()
@@ -99,6 +127,7 @@ def warm_up(runner: Runner, config: EngineConfig, num_levels: int, served: Serve
         runner.beams.reserve(2 * (config.max_prompts or count) * config.warm_up_beams)
         runner.beam_hidden.reserve(padded_rows(2 * beams))
     runner.table.reserve(2 * count, 1)
+    reserve_masks(config, served)
     prompts.flush()
     captured = capture(runner.prefill_graphs, list(prefill_shapes(config)))
     captured += capture(runner.graphs, decode_shapes(config, num_levels))

@@ -32,6 +32,14 @@ class MaskPool:
         """Rows in use."""
         return len(self._users)
 
+    def reserve(self, num_rows: int) -> None:
+        """Make room for so many rows: more of them lie elsewhere, and what was captured over these is worthless."""
+        count = len(self.rows)
+        if num_rows > count:
+            grown = torch.zeros(num_rows, self.rows.shape[1], dtype=torch.int32, device=self.device)
+            grown[:count] = self.rows
+            self.rows = grown
+
     def acquire(self, eligibility: Eligibility) -> int:
         """Write a request's mask into a row and return its number."""
         base = eligibility.base
@@ -86,7 +94,5 @@ class MaskPool:
             if row not in self._users:
                 return row
         count = len(self.rows)
-        grown = torch.zeros(max(4, count * 3 // 2), self.rows.shape[1], dtype=torch.int32, device=self.device)
-        grown[:count] = self.rows
-        self.rows = grown
+        self.reserve(max(4, count * 3 // 2))
         return count

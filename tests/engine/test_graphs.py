@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 from onela import BeamParams, Engine, EngineConfig, Request
 from onela.engine.graphs import MAX_GRAPHS, DecodeGraphs, ForwardGraph, ForwardGraphs, SelectionGraphs
 from onela.engine.packing import SelectionShape, StepShape
-from onela.engine.warm_up import warm_up
+from onela.engine.warm_up import decode_shapes, warm_up
+from onela.items import MaskPool
 from tests.engine.helpers import (
     catalog_of,
     random_prompt,
@@ -214,6 +216,58 @@ def test_after_a_warm_start_a_larger_graph_stands_in_for_one_that_is_missing(
     engine.generate(requests(4, [(6, 40, 40)] * 4))
     assert engine.runner.num_late_captures > 0
     assert "captured while serving" in caplog.text
+
+
+def test_requests_with_filters_find_their_graphs_after_a_warm_start(path: Path) -> None:
+    engine, _, selection = warm_engine(path)
+    plain = tiny_engine(path, VOCABULARY, CATALOGS[0])
+    masks = engine.served.masks
+    assert masks is not None
+    captures, rows = selection.num_captures, masks.rows.data_ptr()
+    for count in (1, 2, 3, 4):  # three run in the graph of four
+        asked = requests(count, [(6, 12, 12)] * count)
+        shut_out = [plain.generate([request])[0].items[0].item_ids[0] for request in asked]
+        filtered = [
+            dataclasses.replace(request, exclude_item_ids=[item]) for request, item in zip(asked, shut_out)
+        ]
+        batch = filtered if count != 2 else [filtered[0], asked[1]]  # those without filters may be among them
+        for given, wanted in zip(engine.generate(batch), plain.generate(batch)):
+            assert [item.sid for item in given.items] == [item.sid for item in wanted.items]
+    assert selection.num_captures == captures
+    assert engine.runner.num_late_captures == 0
+    assert masks.rows.data_ptr() == rows
+    assert masks.num_taken == 0
+
+
+def test_a_catalogue_without_room_for_masks_is_served_all_the_same(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, _, _ = warm_engine(path)
+
+    def no_room(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(MaskPool, "reserve", no_room)
+    engine.catalogs.load(CATALOGS[1])
+    while engine.get_ready():
+        pass
+    assert "no room for masks" in caplog.text
+    engine.catalogs.switch()
+    wanted = tiny_engine(path, VOCABULARY, CATALOGS[1]).generate(requests(5, [(6, 12, 12)]))
+    given = engine.generate(requests(5, [(6, 12, 12)]))
+    assert [item.sid for item in given[0].items] == [item.sid for item in wanted[0].items]
+
+
+def test_where_decodes_end_first_no_graphs_of_mixed_depths_are_captured() -> None:
+    options = {"warm_up_requests": 3, "warm_up_beams": 12}
+    first = decode_shapes(EngineConfig(**options), num_levels=4)
+    mixed = decode_shapes(EngineConfig(**options, max_tokens_beside_decode=None), num_levels=4)
+    assert {(shape.depth, shape.some_first) for shape in first} == {(0, True), (1, False), (2, False)}
+    assert {(shape.depth, shape.some_first) for shape in mixed} == {
+        (0, True), (1, False), (1, True), (2, False), (2, True)
+    }  # fmt: skip
+    # More beams than one forward may have take turns, and then stand at different depths.
+    assert len(decode_shapes(EngineConfig(**options, max_batch_rows=24), num_levels=4)) == len(mixed)
 
 
 def test_a_catalogue_is_got_ready_before_it_is_switched_to(path: Path) -> None:
