@@ -23,9 +23,20 @@ MAX_PORT = 65535
 MAX_BEAM_WIDTH = 65536
 
 
-def _option(default: Any, text: str, *, minimum: int | None = None, maximum: int | None = None) -> Any:
-    """A field: a number with a minimum, and perhaps a maximum; text without."""
-    return field(default=default, metadata={"help": text, "minimum": minimum, "maximum": maximum})
+def _option(
+    default: Any,
+    text: str,
+    *,
+    minimum: int | None = None,
+    maximum: int | None = None,
+    optional: bool = False,
+) -> Any:
+    """A field: a number with a minimum, and perhaps a maximum; text without.
+
+    None is a value of those whose default it is, and of those that are `optional`.
+    """
+    metadata = {"help": text, "minimum": minimum, "maximum": maximum, "optional": optional or default is None}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -77,9 +88,10 @@ class EngineConfig:
         16384, "most prompt tokens in one step; longer prompts run in pieces", minimum=1
     )
     max_tokens_beside_decode: int | None = _option(
-        None,
+        0,
         "most prompt tokens in a step that also decodes; 0: those who decode end first; none: max_batch_tokens",
         minimum=0,
+        optional=True,
     )
     max_batch_rows: int = _option(16384, "most beams in one decode forward", minimum=1)
     max_waiting: int = _option(4096, "most requests that may wait; one more is refused", minimum=1)
@@ -170,7 +182,7 @@ def _check_options(config: Any) -> None:
         value = getattr(config, option.name)
         if option.name in CHOICES:
             check_choice(option.name, value)
-        if value is None and option.default is None:
+        if value is None and option.metadata["optional"]:
             continue
         if isinstance(option.default, bool):
             if not isinstance(value, bool):
@@ -239,7 +251,7 @@ def _parse(variable: str, text: str, option: dataclasses.Field[Any]) -> Any:
         return BOOLEANS[text.lower()]
     if option.metadata["minimum"] is None:
         return text
-    if option.default is None and text.lower() in ("", "none"):
+    if option.metadata["optional"] and text.lower() in ("", "none"):
         return None
     try:
         return int(text)

@@ -183,9 +183,8 @@ def test_requests_of_different_depths_share_a_forward(mild: Engine) -> None:
     requests = [Request(prompt_token_ids=random_prompt(9, seed=i)) for i in range(5)]
     params = BeamParams(beam_width=20)
     expected = mild.generate(requests, params)
-    staggered = Engine(
-        mild.model, mild.vocabulary, mild.catalog, config=onela.EngineConfig(max_batch_tokens=10)
-    )
+    config = onela.EngineConfig(max_batch_tokens=10, max_tokens_beside_decode=None)
+    staggered = Engine(mild.model, mild.vocabulary, mild.catalog, config=config)
     depths: list[set[int]] = []
     run = staggered.runner.run
 

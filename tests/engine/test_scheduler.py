@@ -176,7 +176,7 @@ def check_plan(plan: list[dict[str, Any]], options: dict[str, Any]) -> None:
 
 
 def test_a_long_prompt_is_prefilled_in_pieces_beside_decode() -> None:
-    engine = fake_engine(max_batch_tokens=10, page_size=4)
+    engine = fake_engine(max_batch_tokens=10, page_size=4, max_tokens_beside_decode=None)
     short, long = prompt_of(5), prompt_of(64, seed=1)
     first = engine.submit(Request(prompt_token_ids=short), BeamParams(beam_width=8))
     second = engine.submit(Request(prompt_token_ids=long), BeamParams(beam_width=8))
@@ -192,8 +192,11 @@ def test_a_long_prompt_is_prefilled_in_pieces_beside_decode() -> None:
 
 @pytest.mark.parametrize("cached", [False, True])
 def test_a_prompt_that_fits_into_the_next_step_is_not_cut(cached: bool) -> None:
-    options = {"prompt_cache_bytes": 1 << 20, "prompt_cache_interval": 4, "prompt_cache_tail": 1}
-    engine = fake_engine(max_batch_tokens=16, page_size=4, **(options if cached else {}))
+    options: dict[str, Any] = {}
+    if cached:
+        options = {"prompt_cache_bytes": 1 << 20, "prompt_cache_interval": 4, "prompt_cache_tail": 1}
+    options |= {"max_batch_tokens": 16, "page_size": 4, "max_tokens_beside_decode": None}
+    engine = fake_engine(**options)
     if cached:
         engine.generate([Request(prompt_token_ids=prompt_of(13))], BeamParams(beam_width=4))
     lengths = []
@@ -283,7 +286,7 @@ def test_a_device_that_fails_ends_the_requests_of_its_steps_once(monkeypatch: py
 
 
 def test_no_step_runs_more_than_the_budgets() -> None:
-    engine = fake_engine(max_batch_tokens=16, max_batch_rows=20)
+    engine = fake_engine(max_batch_tokens=16, max_batch_rows=20, max_tokens_beside_decode=None)
     for i in range(12):
         engine.submit(Request(prompt_token_ids=prompt_of(9 + i, i)), BeamParams(beam_width=3 + i))
     schedule = engine.scheduler.schedule
@@ -454,7 +457,7 @@ def test_a_step_that_fails_at_its_end_hands_out_what_it_has_ended_before(
 @pytest.mark.parametrize("cached", [False, True])
 def test_no_memory_for_a_request_is_its_trouble_alone(what: str, cached: bool) -> None:
     options = {"prompt_cache_bytes": 100_000, "prompt_cache_interval": 8, "page_size": 4} if cached else {}
-    engine = fake_engine(**options)
+    engine = fake_engine(max_tokens_beside_decode=None, **options)
     pools = {
         "records": engine.state.records.pool,
         "prompts": engine.state.prompts.prompt_tensors,
