@@ -5,7 +5,9 @@ vocabulary. `transformers` runs its own forwards on its own cache; the search ab
 `generate` puts `n` copies of the prompt through the model first, and searches of all widths share the forwards that
 they have in common. Rounding decides between beams of nearly equal score, so two honest bfloat16 runs differ; what
 `transformers` loses against its own float32 says how much is to be expected. Its bfloat16 forwards are also read with
-logits in float32, as OneLA makes them, which says how much of that is the rounding of the logits alone.
+logits in float32, as OneLA makes them, which says how much of that is the rounding of the logits alone. And they run
+in two kinds of batches: `n` beams a forward, as `generate` has them, and all beams of all searches together, which says
+how much `transformers` agrees with itself. `rounding="transformers"` answers one request at a time, in the same shapes.
 
     python bench/overlap.py --model demo --checkpoint build/demo/checkpoint     (the MovieLens demo, `make demo`)
     python bench/overlap.py --model qwen3-1.7b --device cuda                    (random weights of the public shape)
@@ -42,6 +44,8 @@ CHUNK = 256
 BATCH = 8
 """Prompts that OneLA answers together."""
 OURS, HALF, FULL = "onela bf16", "transformers bf16", "transformers fp32"
+ALIKE = "onela bf16, transformers' rounding"
+SHARED = "transformers bf16, other batches"
 WIDE = "transformers bf16, fp32 logits"
 
 Sids = set[tuple[int, ...]]
@@ -189,12 +193,17 @@ def main() -> None:
         engine = Engine.from_pretrained(
             path, vocabulary=vocabulary, device=args.device, dtype="bfloat16", cuda_graphs=False
         )
+        alike = Engine.from_pretrained(
+            path, vocabulary=vocabulary, device=args.device, dtype="bfloat16", rounding="transformers"
+        )
         # Read from the file: a model that is rounded in place has its rotation's frequencies rounded too.
         model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
-    compare(engine, model.to(args.device), prompts, args)
+    compare(engine, alike, model.to(args.device), prompts, args)
 
 
-def compare(engine: Engine, half: Any, prompts: Sequence[Sequence[int]], args: argparse.Namespace) -> None:
+def compare(
+    engine: Engine, alike: Engine, half: Any, prompts: Sequence[Sequence[int]], args: argparse.Namespace
+) -> None:
     """Run all on all prompts and widths, as many as there is time for, and write what each pair shares."""
     vocabulary, widths = engine.vocabulary, args.widths
     levels = [torch.as_tensor(vocabulary.token_ids(level)).long() for level in range(vocabulary.num_levels)]
@@ -210,13 +219,16 @@ def compare(engine: Engine, half: Any, prompts: Sequence[Sequence[int]], args: a
     print(f"onela: {time.perf_counter() - began:.1f} s for {len(prompts)} prompts", flush=True)
     began = time.perf_counter()
     full = copy.deepcopy(half).float()  # the same weights
-    heads: dict[str, Callable[[Tensor], Tensor]] = {HALF: half.lm_head, WIDE: wide_logits(half)}
+    heads: dict[str, Callable[[Tensor], Tensor]] = {SHARED: half.lm_head, WIDE: wide_logits(half)}
     done = 0
     for prompt in prompts:
         if done and time.perf_counter() - began > args.seconds:
             break
         found = hf_beams(half, prompt, levels, widths, heads)
         found |= hf_beams(full, prompt, levels, widths, {FULL: full.lm_head})
+        for n in widths:
+            found |= hf_beams(half, prompt, levels, [n], {HALF: half.lm_head}, chunk=n)
+            found[ALIKE, n] = our_beams(alike, [prompt], n)[0]
         for search, sids in found.items():
             sets.setdefault(search, []).append(sids)
         done += 1
@@ -226,7 +238,10 @@ def compare(engine: Engine, half: Any, prompts: Sequence[Sequence[int]], args: a
         own = shares(sets[HALF, n], sets[FULL, n], n)
         for left, right in (
             (OURS, HALF),
+            (ALIKE, HALF),
+            (SHARED, HALF),
             (OURS, FULL),
+            (ALIKE, FULL),
             (HALF, FULL),
             (OURS, WIDE),
             (WIDE, HALF),

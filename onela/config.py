@@ -16,6 +16,7 @@ FullStateMode = Literal["copy", "read_parent"]
 CheckpointMode = Literal["per_beam", "shared"]
 RecordDtype = Literal["auto", "float32", "bfloat16"]
 Quantization = Literal["none", "fp8"]
+Rounding = Literal["least", "transformers"]
 
 PREFIX = "ONELA_"
 SERVE_PREFIX = "ONELA_SERVE_"
@@ -52,6 +53,10 @@ class EngineConfig:
     )
     quantization: Quantization = _option(
         "none", "none, or fp8: weights and activations of mixers and MLPs in float8, a scale per row"
+    )
+    rounding: Rounding = _option(
+        "least",
+        "least, or transformers: a bfloat16 model rounds where transformers does, to get the same lists; slower",
     )
     recurrent_backend: RecurrentBackendOption = _option(
         "replay",
@@ -240,6 +245,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "replay_ssm_checkpoint": get_args(CheckpointMode),
     "record_dtype": get_args(RecordDtype),
     "quantization": get_args(Quantization),
+    "rounding": get_args(Rounding),
 }
 
 

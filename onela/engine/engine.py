@@ -40,7 +40,7 @@ from onela.errors import (
     UnavailableError,
 )
 from onela.items import ItemCatalog, SidVocabulary
-from onela.models import CausalLM, load_model, read_model_config
+from onela.models import LEAST, CausalLM, Rounding, load_model, read_model_config
 from onela.state import (
     REPLAYING,
     DecodeState,
@@ -85,6 +85,12 @@ class Engine:
             raise ConfigError(
                 f"quantization: {self.config.quantization!r} was asked for, the model given is not; "
                 "`load_model` and `CausalLM.quantize` make it so"
+            )
+        rounding: Rounding = getattr(model, "rounding", LEAST)
+        if self.config.rounding != rounding.name:
+            raise ConfigError(
+                f"rounding: {self.config.rounding!r} was asked for, the model given has {rounding.name!r}; "
+                "`load_model` makes it so"
             )
         self.device = model.lm_head.weight.device
         dtype = model.lm_head.weight.dtype
@@ -138,12 +144,15 @@ class Engine:
             full_state_mode=held.full_state_mode,
             replay_ssm_checkpoint=held.replay_ssm_checkpoint,
             fused_layer_step=held.fused_layer_step,
+            round_steps=not rounding.least,
         )
         self.state = DecodeState(prompts, records, backend)
         if self.config.preallocate:
             self._preallocate()
         token_ids = [torch.as_tensor(vocabulary.token_ids(level)) for level in range(vocabulary.num_levels)]
-        self.runner = Runner(model, self.state, token_ids, cuda_graphs=self.config.cuda_graphs)
+        self.runner = Runner(
+            model, self.state, token_ids, cuda_graphs=self.config.cuda_graphs, rounding=rounding
+        )
         self.cache = PromptCache(self.config, prompts) if self.config.prompt_cache_bytes else None
         self.scheduler = Scheduler(self.config, prompts, records, cache=self.cache)
         self.catalogs = Catalogs(catalog, vocabulary, self.device)
@@ -209,7 +218,13 @@ class Engine:
             vocabulary = SidVocabulary.from_tokenizer(tokenizer, sid_pattern)
         if catalog is not None and not isinstance(catalog, ItemCatalog):
             catalog = ItemCatalog.load(catalog, vocabulary=vocabulary)
-        model = load_model(path, dtype=config.dtype, device=device, quantization=config.quantization)
+        model = load_model(
+            path,
+            dtype=config.dtype,
+            device=device,
+            quantization=config.quantization,
+            rounding=config.rounding,
+        )
         prompt_options = PromptOptions(forced_prefix, chat_template, enable_thinking)
         return cls(
             model, vocabulary, catalog, config=config, tokenizer=tokenizer, prompt_options=prompt_options

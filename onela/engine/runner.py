@@ -16,7 +16,7 @@ from onela.engine.packing import SelectionShape, StepShape, StepTable
 from onela.engine.prefill_packing import eager_inputs
 from onela.engine.scheduler import Batch, PrefillChunk
 from onela.engine.served import ServedCatalog
-from onela.models import CausalLM
+from onela.models import LEAST, CausalLM, Rounding
 from onela.ops.beams import pack_step
 from onela.state import DecodeState, PrefillInputs, StepInputs
 
@@ -61,7 +61,9 @@ class Runner:
     Args:
         model: the decoder. state: what it reads and writes.
         level_token_ids: [codebook_size] int64 of each level, tokens in code order.
-        cuda_graphs: run everything as CUDA graphs, on a GPU; prefill forwards of 16-bit models alone.
+        cuda_graphs: run everything as CUDA graphs, on a GPU; prefill forwards of 16-bit models alone, and forwards
+            under the least rounding alone.
+        rounding: the model's.
     """
 
     def __init__(
@@ -71,8 +73,10 @@ class Runner:
         level_token_ids: Sequence[Tensor],
         *,
         cuda_graphs: bool = False,
+        rounding: Rounding = LEAST,
     ) -> None:
         self.model = model
+        self.rounding = rounding
         self.state = state
         self.device = device = state.prompts.device
         self.heads = [model.head_rows(ids.to(device)) for ids in level_token_ids]
@@ -89,12 +93,16 @@ class Runner:
         self.selection_graphs: SelectionGraphs | None = None
         self.prefill_graphs: PrefillGraphs | None = None
         if cuda_graphs and device.type == "cuda":
-            self.graphs = DecodeGraphs(self.decode_forward, self.table.clear, self._decode_generation, device)
+            # Other forwards read lengths on the host: their sums depend on them.
+            if rounding.least:
+                self.graphs = DecodeGraphs(
+                    self.decode_forward, self.table.clear, self._decode_generation, device
+                )
             self.selection_graphs = SelectionGraphs(
                 self.select_survivors, self.table.clear, self._selection_generation, device
             )
             # Wider rows are for comparisons: they go through the references, which read lengths on the host.
-            if weight.dtype.itemsize == 2:
+            if weight.dtype.itemsize == 2 and rounding.least:
                 self.prefill_graphs = PrefillGraphs(
                     self.captured_prefill, lambda: self.prompt_hidden.generation, state.prompts, device
                 )
@@ -297,14 +305,17 @@ class Runner:
         if shape.masks is not None:
             assert shape.served.masks is not None
             allowed = shape.served.masks.level(shape.level)
-        normalizer = self.log_normalizer(hidden) if shape.normalizer == "vocabulary" else shape.normalizer
-        logits = self.level_logits(hidden, shape.level)
+        normalizer: Any = shape.normalizer
+        if normalizer == "vocabulary":
+            logits, normalizer = self.vocabulary_logits(hidden, shape.level)
+        else:
+            logits = self.level_logits(hidden, shape.level)
         shape.served.search.step(
             self.beams,
             selection,
             beams,
             logits,
-            normalizer=normalizer,  # type: ignore[arg-type]
+            normalizer=normalizer,
             allowed=allowed,
         )
 
@@ -347,6 +358,12 @@ class Runner:
         """[N, codebook_size] fp32: one column per code of the level."""
         return self.model.logits(hidden, self.heads[level])
 
-    def log_normalizer(self, hidden: Tensor) -> Tensor:
-        """[N] fp32: log-sum-exp over the whole vocabulary."""
-        return self.model.logits(hidden).logsumexp(-1)
+    def vocabulary_logits(self, hidden: Tensor, level: int) -> tuple[Tensor, Tensor]:
+        """The level's columns [N, codebook_size] fp32, and log-normalizers [N] fp32 over the whole vocabulary."""
+        logits = self.model.logits(hidden)
+        if self.rounding.least:
+            # The level's own product: what is asked for at other normalizers too.
+            return self.level_logits(hidden, level), logits.logsumexp(-1)
+        # One product, and normalised before the columns are picked, as transformers does.
+        tokens = self.token_table[self.level_starts[level] : self.level_starts[level + 1]]
+        return logits.log_softmax(-1).index_select(1, tokens), logits.new_zeros(len(logits))

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onela.models.config import LINEAR, ModelConfig
@@ -22,13 +21,11 @@ from onela.models.layers import (
     add_linear,
 )
 from onela.models.quantized import Rows
+from onela.models.rounding import ROUNDINGS, Rounded
 from onela.state import DecodeState, PrefillInputs, StepInputs
 
-HEAD_ROWS = 16384
-"""Rows of a bf16 head that a CPU has in fp32 at a time."""
 
-
-class DecoderLayer(nn.Module):
+class DecoderLayer(Rounded):
     """A mixer under the name the family gives it, and an MLP, each after a norm and added to the residual."""
 
     def __init__(
@@ -71,6 +68,9 @@ class DecoderLayer(nn.Module):
         x = self.mixer.prefill(self.input_layernorm.rows_for(self.mixer, added, h), rope, inputs, state, rows)
         if rows is not None:
             h = h.index_select(0, rows)
+        if not self.rounding.least:
+            mixed = self.mixer.out(x)
+            return h, self.mlp(self.post_attention_layernorm.rows_for(self.mlp, mixed, h))
         mixed = add_linear(h, x, self.mixer.out)
         normed = self.post_attention_layernorm.rows_for(self.mlp, mixed, h)
         if isinstance(self.mlp, MLP):
@@ -118,7 +118,7 @@ class Decoder(nn.Module):
             yield layer
 
 
-class CausalLM(nn.Module, ABC):
+class CausalLM(Rounded, ABC):
     """Base of the families: they say which mixers and MLPs a layer has, and how their configuration is read."""
 
     zero_centered_norms = True
@@ -172,6 +172,12 @@ class CausalLM(nn.Module, ABC):
         """A layer's MLP."""
         return MLP(config.hidden_size, config.intermediate_size)
 
+    def round_as(self, name: str) -> None:
+        """Round as `ROUNDINGS[name]` does. Called before anything is fused, and only by whoever then does not fuse."""
+        for module in self.modules():
+            if isinstance(module, Rounded):
+                module.rounding = ROUNDINGS[name]
+
     def fuse(self) -> None:
         """Join projections of one input. Called once, after the weights are loaded and moved."""
         for module in self.modules():
@@ -200,8 +206,11 @@ class CausalLM(nn.Module, ABC):
         rope = self.rotary(inputs.positions)
         last = len(self.model.layers) - 1
         for i, layer in enumerate(self.model):
-            rows = inputs.last_rows if i == last else None
+            # Products of fewer rows may sum in another order.
+            rows = inputs.last_rows if i == last and self.rounding.least else None
             h, added = layer.prefill(h, added, rope, inputs, state, rows)
+        if not self.rounding.least and inputs.last_rows is not None and added is not None:
+            h, added = (rows.index_select(0, inputs.last_rows) for rows in (h, added))
         return self.model.norm(h) if added is None else self.model.norm(added, h)
 
     def decode(self, inputs: StepInputs, state: DecodeState) -> Tensor:
@@ -213,7 +222,7 @@ class CausalLM(nn.Module, ABC):
         added = self.model.embed_tokens(inputs.token_ids)
         # Beams of nearly equal score differ by less than bf16 shows, so their residual stream is fp32: rounding it
         # twice a layer would decide between them. A prompt's is not: it is the same for all of them.
-        h = torch.zeros_like(added, dtype=torch.promote_types(added.dtype, torch.float32))
+        h = torch.zeros_like(added, dtype=self.rounding.stream_dtype(added.dtype))
         rope = self.rotary(inputs.positions)
         layers = list(self.model)
         rows: Rows = layers[0].input_layernorm.rows_for(layers[0].mixer, added, h)
@@ -226,18 +235,10 @@ class CausalLM(nn.Module, ABC):
     def logits(self, hidden: Tensor, head: Tensor | None = None) -> Tensor:
         """fp32 logits over `head` [C, hidden_size], or over the whole vocabulary.
 
-        Logits are never rounded to bf16: neighbours would tie, and ties decide which beams survive. Nor are those that
-        only the normalizer is read off: beams are compared with each other's.
+        Under the least rounding they are never rounded to bf16: neighbours would tie, and ties decide which beams
+        survive. Nor are those that only the normalizer is read off: beams are compared with each other's.
         """
-        weight = self.lm_head.weight if head is None else head
-        if hidden.dtype == torch.float32:
-            return F.linear(hidden, weight)
-        if hidden.is_cuda:
-            return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-        # Part by part: a copy of a whole head in fp32 is not worth its memory.
-        wide = hidden.to(torch.float32)
-        parts = [F.linear(wide, part.to(torch.float32)) for part in weight.split(HEAD_ROWS)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        return self.rounding.logits(hidden, self.lm_head.weight if head is None else head)
 
     def head_rows(self, token_ids: Tensor) -> Tensor:
         """Copy the rows of the head that belong to these tokens: the head of one SID level."""

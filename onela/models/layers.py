@@ -17,16 +17,15 @@ from onela.models.quantized import (
     Weight,
     linear,
 )
-from onela.ops.attention import beam_attention, prefill_attention
+from onela.models.rounding import Rounded
 from onela.ops.gated_delta import gated_delta_layer_prefill
 from onela.ops.linear import added_linear, has_added, linear_swiglu, rms_norm_float8, swiglu_float8
-from onela.ops.norm import gated_rms_norm, qk_norm_rotary, rms_norm, rotary, rotary_angles, sigmoid_gate
 from onela.state import DecodeState, GatedDeltaWeights, PrefillInputs, StepInputs
 
 Rope = tuple[Tensor, Tensor]
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Rounded):
     """RMSNorm; `zero_centered` multiplies by `1 + weight`, as Qwen3.5 and Qwen3-Next do."""
 
     def __init__(self, size: int, eps: float, *, zero_centered: bool) -> None:
@@ -37,7 +36,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """The norm of x; with a residual, of their sum, which stays in the residual."""
-        return rms_norm(x, self.weight, eps=self.eps, zero_centered=self.zero_centered, residual=residual)
+        return self.rounding.rms_norm(
+            x, self.weight, eps=self.eps, zero_centered=self.zero_centered, residual=residual
+        )
 
     def after(self, product: nn.Module, x: FinishedRows, residual: Tensor, reader: nn.Module) -> Rows:
         """Add a product to the residual; the norm of the sum, as whoever reads it takes it.
@@ -82,7 +83,7 @@ class RMSNorm(nn.Module):
         return Float8Rows(*rounded, x.dtype)
 
 
-class RotaryEmbedding(nn.Module):
+class RotaryEmbedding(Rounded):
     """Cosines and sines of packed positions: [T] -> two [T, rotary_dim / 2] fp32."""
 
     def __init__(self, rotary_dim: int, theta: float) -> None:
@@ -92,19 +93,21 @@ class RotaryEmbedding(nn.Module):
         self._frequencies: Tensor | None = None
 
     def forward(self, positions: Tensor) -> Rope:
-        return rotary_angles(positions, self.frequencies(positions.device))
+        return self.rounding.rotary_angles(positions, self.frequencies(positions.device))
 
     def frequencies(self, device: torch.device) -> Tensor:
         """[rotary_dim / 2] fp32, made once per device."""
         if self._frequencies is None or self._frequencies.device != device:
+            # transformers makes them on the host, whose power is rounded otherwise.
+            maker = device if self.rounding.least else torch.device("cpu")
             exponent = (
-                torch.arange(0, self.rotary_dim, 2, device=device, dtype=torch.float32) / self.rotary_dim
+                torch.arange(0, self.rotary_dim, 2, device=maker, dtype=torch.float32) / self.rotary_dim
             )
-            self._frequencies = 1.0 / self.theta**exponent
+            self._frequencies = (1.0 / self.theta**exponent).to(device)
         return self._frequencies
 
 
-class FusedLinear(nn.Module):
+class FusedLinear(Rounded):
     """Linear maps of one input, run as one matrix product once the weights are in place.
 
     The parts stay ordinary parameters under the checkpoint's names; `fuse` makes them views of one tensor.
@@ -246,7 +249,7 @@ class Attention(FusedLinear):
         else:
             q, k, v, gate = self._project_rows(x, rope, rows)
         k_cache, v_cache = state.prompts.cache(self.layer)
-        o = prefill_attention(
+        o = self.rounding.prefill_attention(
             q,
             k,
             v,
@@ -270,7 +273,7 @@ class Attention(FusedLinear):
         """Attention of one token per beam: x [N, hidden_size] -> what `out` reads, [N, HQ * head_dim]."""
         q, k, v, gate = self._project(x, rope)
         k_cache, v_cache = state.prompts.cache(self.layer)
-        o = beam_attention(
+        o = self.rounding.beam_attention(
             q,
             k,
             v,
@@ -295,7 +298,7 @@ class Attention(FusedLinear):
         if self.gated:
             q, gate = q.view(T, self.num_heads, 2 * self.head_dim).chunk(2, dim=-1)
         cos, sin = rope
-        q, k = qk_norm_rotary(
+        q, k = self.rounding.qk_norm_rotary(
             q.reshape(T, self.num_heads, self.head_dim),
             k.reshape(T, self.num_kv_heads, self.head_dim),
             q_weight=self.q_norm.weight,
@@ -318,15 +321,15 @@ class Attention(FusedLinear):
         gate = None
         if self.gated:
             q, gate = q.view(B, self.num_heads, 2 * D).chunk(2, dim=-1)
-        q = rotary(
+        q = self.rounding.rotary(
             self.q_norm(q.reshape(B, self.num_heads, D)), cos.index_select(0, rows), sin.index_select(0, rows)
         )
         k = self.k_norm(k.reshape(T, self.num_kv_heads, D))
-        return q, rotary(k, cos, sin), v.reshape(T, self.num_kv_heads, D), gate
+        return q, self.rounding.rotary(k, cos, sin), v.reshape(T, self.num_kv_heads, D), gate
 
     def _gated(self, o: Tensor, gate: Tensor | None) -> Tensor:
         if gate is not None:
-            o = sigmoid_gate(o, gate)
+            o = self.rounding.sigmoid_gate(o, gate)
         return o.reshape(o.shape[0], -1)
 
 
@@ -412,10 +415,12 @@ class GatedDeltaNet(FusedLinear):
             prompts=inputs.prompts,
             cached_lens=inputs.cached_lens,
             tables=inputs.tables,
+            round_steps=not self.rounding.least,
         )
         if rows is not None:
             o, z = o.index_select(0, rows), z.index_select(0, rows)
-        gated = gated_rms_norm(o, z.reshape(-1, self.HV, self.V), self.norm.weight, eps=self.norm_eps)
+        z = z.reshape(-1, self.HV, self.V)
+        gated = self.rounding.gated_rms_norm(o, z, self.norm.weight, eps=self.norm_eps)
         return gated.reshape(o.shape[0], -1)
 
     @property

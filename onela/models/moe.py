@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from onela.errors import ConfigError
 from onela.models.config import ConfigReader, ModelConfig, MoeConfig
 from onela.models.layers import MLP
-from onela.ops.norm import swiglu
+from onela.models.rounding import Rounded
 
 MAX_EXPERTS = 32767  # they are numbered in 16 bits
 
@@ -47,7 +47,7 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.zeros(E, hidden_size, size))
 
 
-class SparseMLP(nn.Module):
+class SparseMLP(Rounded):
     """Every token visits its `num_experts_per_token` likeliest experts, and the shared one.
 
     The router's softmax runs over all experts in fp32. A token's experts are added up in fp32, in an order of its
@@ -88,7 +88,9 @@ class SparseMLP(nn.Module):
         grouped, order = experts.flatten().to(torch.int16).sort(stable=True)
         bounds = torch.arange(self.moe.num_experts, dtype=torch.int16, device=x.device)
         ends = torch.searchsorted(grouped, bounds, right=True, out_int32=True)
-        hidden = swiglu(grouped_linear(x.index_select(0, order // k), self.experts.gate_up_proj, ends))
+        hidden = self.rounding.swiglu(
+            grouped_linear(x.index_select(0, order // k), self.experts.gate_up_proj, ends)
+        )
         places = torch.empty_like(order)
         places[order] = torch.arange(N * k, device=x.device)
         rows = (
@@ -96,6 +98,8 @@ class SparseMLP(nn.Module):
             .index_select(0, places)
             .view(N, k, x.shape[-1])
         )
+        if not self.rounding.least:
+            return (rows * weights[..., None]).sum(1)
         if x.is_cuda:  # products of halves, summed in fp32
             return torch.bmm(weights[:, None], rows)[:, 0]
         return (rows.float() * weights.float()[..., None]).sum(1).to(x.dtype)

@@ -46,6 +46,7 @@ def load_model(
     dtype: str = "auto",
     device: torch.device | str = "cpu",
     quantization: str = "none",
+    rounding: str = "least",
 ) -> CausalLM:
     """Load a checkpoint directory.
 
@@ -55,6 +56,7 @@ def load_model(
             becomes float32).
         device: where the weights go.
         quantization: "none", or "fp8": the linear maps of mixers and MLPs in float8 (`CausalLM.quantize`).
+        rounding: "least", or "transformers": where a 16-bit model rounds (`onela.models.rounding`).
     Raises:
         CheckpointError: the directory or a file is missing or unreadable, or a tensor does not fit.
         ConfigError: a field of `config.json` or an argument has a value that is not supported.
@@ -63,7 +65,13 @@ def load_model(
     family, values, config = _family(directory)
     device = torch.device(device)
     check_choice("quantization", quantization)
-    model = load_weights(family, config, directory, dtype=resolve_dtype(dtype, values, device), device=device)
+    check_choice("rounding", rounding)
+    if quantization != "none" and rounding != "least":
+        raise ConfigError(
+            f"rounding: {rounding!r} does not go with quantization {quantization!r}, only with 'none'"
+        )
+    dtype_found = resolve_dtype(dtype, values, device)
+    model = load_weights(family, config, directory, dtype=dtype_found, device=device, rounding=rounding)
     if quantization == "fp8":
         model.quantize()
     return model

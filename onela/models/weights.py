@@ -146,8 +146,9 @@ def load_weights(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    rounding: str = "least",
 ) -> CausalLM:
-    """Build a model and fill it from a directory.
+    """Build a model and fill it from a directory; `rounding` as in `load_model`.
 
     Raises:
         CheckpointError: a tensor is missing, unused, given twice, or has the wrong shape; all offenders are named.
@@ -172,7 +173,9 @@ def load_weights(
     if config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
     model.requires_grad_(False)
-    model.fuse()
+    model.round_as(rounding)
+    if model.rounding.least:
+        model.fuse()
     return model.eval()
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from onela.config import RecurrentBackendName
 from onela.ops.gated_delta import gated_delta_gates
 from onela.ops.indexing import RowIndex
-from onela.ops.norm import gated_rms_norm
+from onela.ops.norm import gated_rms_norm, gated_rms_norm_ref
 from onela.ops.short_conv import short_conv_step
 from onela.state.geometry import GatedDeltaGeometry, LayerGeometry
 from onela.state.inputs import StepInputs
@@ -50,9 +50,13 @@ class RecurrentBackend(ABC):
         layers: geometry of each layer of the model.
         prompts: the prompts' states, read only here.
         records: the append-only rows; every backend keeps the convolution's inputs there.
+
+    `round_steps`: whether what the parts of a layer's step hand on is rounded to the rows' dtype, as in a chain of
+    16-bit ops: the convolution's sum, the write strength, the recurrence's output.
     """
 
     name: BackendName
+    round_steps = False
 
     def __init__(self, layers: Sequence[LayerGeometry], prompts: PromptPool, records: Records) -> None:
         self.geometry = {i: layer for i, layer in enumerate(layers) if isinstance(layer, GatedDeltaGeometry)}
@@ -96,11 +100,17 @@ class RecurrentBackend(ABC):
             conv_state=self.prompts.layer(layer, "conv_state"),
             records_x=self.record(layer, "x"),
             **self.index(inputs),
+            round_sum=self.round_steps,
         )
         q, k, v = mixed.split([H * K, H * K, HV * V], dim=-1)
         g, beta = gated_delta_gates(a, b, A_log=weights.A_log, dt_bias=weights.dt_bias)
+        if self.round_steps:
+            beta = beta.to(b.dtype).to(beta.dtype)
         o = self.step(layer, q.reshape(N, H, K), k.reshape(N, H, K), v.reshape(N, HV, V), g, beta, inputs)
-        gated = gated_rms_norm(o, z.reshape(N, HV, V), weights.norm_weight, eps=weights.norm_eps)
+        norm = gated_rms_norm
+        if self.round_steps:
+            o, norm = o.to(mixed.dtype), gated_rms_norm_ref
+        gated = norm(o, z.reshape(N, HV, V), weights.norm_weight, eps=weights.norm_eps)
         return gated.reshape(N, HV * V)
 
     @abstractmethod

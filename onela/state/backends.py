@@ -58,7 +58,7 @@ class ReplayBackend(RecurrentBackend):
         a: Tensor,
         inputs: StepInputs,
     ) -> Tensor:
-        if not self.fused:
+        if not self.fused or self.round_steps:
             return super().layer_step(layer, weights, mixed_qkv, z, b, a, inputs)
         return gated_delta_layer_step(
             mixed_qkv,
@@ -425,8 +425,40 @@ def make_backend(
     full_state_mode: FullStateMode = "copy",
     replay_ssm_checkpoint: CheckpointMode = "per_beam",
     fused_layer_step: bool = True,
+    round_steps: bool = False,
 ) -> RecurrentBackend:
-    """Build a backend by name. Raises `ConfigError` for a name that is none of `BACKENDS`."""
+    """Build a backend by name. Raises `ConfigError` for a name that is none of `BACKENDS`.
+
+    Args:
+        round_steps: as in `RecurrentBackend`; then no step is fused.
+    """
+    backend = _make(
+        name,
+        layers,
+        prompts,
+        records,
+        dtype=dtype,
+        record_dtype=record_dtype,
+        full_state_mode=full_state_mode,
+        replay_ssm_checkpoint=replay_ssm_checkpoint,
+        fused_layer_step=fused_layer_step,
+    )
+    backend.round_steps = round_steps
+    return backend
+
+
+def _make(
+    name: str,
+    layers: Sequence[LayerGeometry],
+    prompts: PromptPool,
+    records: Records,
+    *,
+    dtype: torch.dtype,
+    record_dtype: torch.dtype,
+    full_state_mode: FullStateMode,
+    replay_ssm_checkpoint: CheckpointMode,
+    fused_layer_step: bool,
+) -> RecurrentBackend:
     if name == "replay":
         return ReplayBackend(layers, prompts, records, fused=fused_layer_step)
     if name == "records_moved":

@@ -204,7 +204,7 @@ def test_logits_of_a_bf16_model_are_not_rounded(tmp_path: Path, monkeypatch: pyt
     save_qwen3_5(tmp_path, dtype=torch.bfloat16)
     model = load_model(tmp_path, dtype="bfloat16")
     weight = model.lm_head.weight.data
-    monkeypatch.setattr("onela.models.causal_lm.HEAD_ROWS", len(weight) // 3)
+    monkeypatch.setattr("onela.models.rounding.HEAD_ROWS", len(weight) // 3)
     hidden = torch.randn(3, weight.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
     expected = hidden.double() @ weight.double().t()
     ids = torch.arange(len(weight) // 2, len(weight))

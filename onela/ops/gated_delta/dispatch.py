@@ -230,8 +230,9 @@ def gated_delta_layer_prefill(
     prompts: Tensor,
     cached_lens: Tensor,
     tables: PrefillTables | None = None,
+    round_steps: bool = False,
 ) -> Tensor:
-    """`gated_delta_layer_prefill_ref`; with tables on a GPU and 16-bit rows, by chunked kernels.
+    """`gated_delta_layer_prefill_ref`; with tables on a GPU and 16-bit rows, by chunked kernels, which round no steps.
 
     Args, Returns, Writes: as in `gated_delta_layer_prefill_ref`.
     Padding: with tables, the tokens behind the last prompt are computed and go nowhere.
@@ -240,7 +241,7 @@ def gated_delta_layer_prefill(
     """
     weights = {"conv_weight": conv_weight, "A_log": A_log, "dt_bias": dt_bias}
     states = {"recurrent_state": recurrent_state, "conv_state": conv_state}
-    if tables is not None and mixed_qkv.is_cuda:
+    if tables is not None and mixed_qkv.is_cuda and not round_steps:
         from onela.ops.gated_delta.layer_prefill import gated_delta_layer_prefill_chunked, supports
 
         if supports(mixed_qkv, recurrent_state):
@@ -255,4 +256,5 @@ def gated_delta_layer_prefill(
         prompts=prompts,
         cached_lens=cached_lens,
         tables=tables,
+        round_steps=round_steps,
     )

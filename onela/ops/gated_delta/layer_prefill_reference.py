@@ -42,6 +42,7 @@ def gated_delta_layer_prefill_ref(
     prompts: Tensor,
     cached_lens: Tensor,
     tables: PrefillTables | None = None,
+    round_steps: bool = False,
 ) -> Tensor:
     """Short convolution, SiLU, gates and recurrence of new tokens of several prompts, each after what it holds already.
 
@@ -54,6 +55,7 @@ def gated_delta_layer_prefill_ref(
         cu_seqlens: [B+1] int32, new tokens of each prompt. prompts: [B] int32, places of their states, or PAD.
         cached_lens: [B] int32, tokens that each holds already; with none, its states are not read.
         tables: the same on the device, for a kernel; not read here.
+        round_steps: round the convolution's sum and the write strength to the rows' dtype, as a chain of 16-bit ops.
     Returns:
         o: [T, HV, V] in mixed_qkv's dtype.
 
@@ -81,9 +83,12 @@ def gated_delta_layer_prefill_ref(
         conv_weight,
         cu_seqlens=cu_seqlens,
         initial_state=conv_state[places].masked_fill(fresh[:, None, None], 0),
+        round_sum=round_steps,
     )
     q, k, v = mixed.split([H * K, H * K, HV * V], dim=-1)
     g, beta = gated_delta_gates(a, b, A_log=A_log, dt_bias=dt_bias)
+    if round_steps:
+        beta = beta.to(b.dtype).to(beta.dtype)
     states = recurrent_state[places]
     o, final = gated_delta_prefill(
         q.reshape(T, H, K),

@@ -19,6 +19,7 @@ def short_conv_step(
     cu_rows: Tensor,
     prompts: Tensor,
     depths: Tensor,
+    round_sum: bool = False,
 ) -> Tensor:
     """`short_conv_step_ref`, by its kernel on a GPU. Same arguments, results and errors."""
     step = {
@@ -33,5 +34,5 @@ def short_conv_step(
     if x.is_cuda and x.dtype != torch.float64:
         from onela.ops.short_conv.kernels import short_conv_step_triton
 
-        return short_conv_step_triton(x, weight, **step)
-    return short_conv_step_ref(x, weight, **step)
+        return short_conv_step_triton(x, weight, **step, round_sum=round_sum)
+    return short_conv_step_ref(x, weight, **step, round_sum=round_sum)

@@ -16,6 +16,7 @@ from onela.ops._checks import check_float, check_index
 def short_conv_step_kernel(
     p_x, p_weight, p_conv_state, p_records_x, p_slots, p_ancestors, p_cu_rows, p_prompts, p_depths, p_o,
     B, C, s_x, s_ancestors, KERNEL: tl.constexpr, MAX_DEPTH: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_B: tl.constexpr,
+    ROUND_SUM: tl.constexpr,
 ):  # fmt: skip
     i_n = tl.program_id(0).to(tl.int64)
     o_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -45,6 +46,8 @@ def short_conv_step_kernel(
         p_tail = p_conv_state + (i_prompt * C + o_c) * (KERNEL - 1) + KERNEL - 1 - back + depth
         b_y += b_w * tl.load(p_tail, mask=m_live & (back > depth), other=0.0).to(tl.float32)
     tl.store(p_records_x + i_slot * C + o_c, b_x.to(p_records_x.dtype.element_ty), mask=m_live)
+    if ROUND_SUM:
+        b_y = b_y.to(p_o.dtype.element_ty).to(tl.float32)
     b_y = b_y / (1.0 + tl.exp(-b_y))
     tl.store(p_o + i_n * C + o_c, b_y.to(p_o.dtype.element_ty), mask=m_c)
 
@@ -60,6 +63,7 @@ def short_conv_step_triton(
     cu_rows: Tensor,
     prompts: Tensor,
     depths: Tensor,
+    round_sum: bool = False,
 ) -> Tensor:
     """One step of the convolution for every beam: the contract of `short_conv_step_ref`, in one launch.
 
@@ -95,6 +99,6 @@ def short_conv_step_triton(
         x, weight, conv_state, records_x, slots, ancestors, cu_rows, prompts, depths, o,
         B, C, x.stride(0), ancestors.stride(0),
         KERNEL=kernel_size, MAX_DEPTH=min(kernel_size - 1, ancestors.shape[1]), BLOCK_C=block_c,
-        BLOCK_B=max(2, triton.next_power_of_2(B)), num_warps=4,
+        BLOCK_B=max(2, triton.next_power_of_2(B)), ROUND_SUM=round_sum, num_warps=4,
     )  # fmt: skip
     return o

@@ -17,6 +17,7 @@ def short_conv_prefill(
     *,
     cu_seqlens: Tensor,
     initial_state: Tensor | None = None,
+    round_sum: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Depthwise causal convolution over packed sequences, then SiLU.
 
@@ -27,6 +28,7 @@ def short_conv_prefill(
         weight: [conv_dim, kernel_size].
         cu_seqlens: [N+1] int32.
         initial_state: [N, conv_dim, kernel_size - 1], the inputs that came before, oldest first; None for zeros.
+        round_sum: round the sum to x's dtype before the SiLU, which then rounds it again.
     Returns:
         y: [T, conv_dim] in x's dtype.
         final_state: [N, conv_dim, kernel_size - 1] in x's dtype, the last inputs of each sequence.
@@ -61,7 +63,12 @@ def short_conv_prefill(
     for tap in range(1, kernel_size):
         out.addcmul_(inputs[tap : tap + num_windows], taps[:, tap])
     keep = torch.cat([torch.arange(bounds[n], bounds[n + 1]) + tail * n for n in range(num_sequences)])
-    return F.silu(out[to_device(keep, out.device)]).to(x.dtype), final_state
+    return _silu(out[to_device(keep, out.device)], x.dtype, round_sum), final_state
+
+
+def _silu(total: Tensor, dtype: torch.dtype, round_sum: bool) -> Tensor:
+    """SiLU of the sums in their precision or in `dtype`, which the result has either way."""
+    return F.silu(total.to(dtype) if round_sum else total).to(dtype)
 
 
 def short_conv_step_ref(
@@ -75,6 +82,7 @@ def short_conv_step_ref(
     cu_rows: Tensor,
     prompts: Tensor,
     depths: Tensor,
+    round_sum: bool = False,
 ) -> Tensor:
     """One step of the convolution for every beam: its window is gathered from its ancestors, then the prompt's tail.
 
@@ -84,6 +92,7 @@ def short_conv_step_ref(
         conv_state: [num_prompts, conv_dim, kernel_size - 1], the last inputs of each prompt, oldest first.
         records_x: [num_slots, conv_dim], the inputs of earlier steps.
         slots, ancestors, cu_rows, prompts, depths: as in `replay_step_ref`.
+        round_sum: as in `short_conv_prefill`.
     Returns:
         y: [N, conv_dim] in x's dtype, after SiLU.
 
@@ -118,4 +127,4 @@ def short_conv_step_ref(
     if not bool(live.all()):
         out.masked_fill_(~live[:, None], 0)
     scatter_rows(records_x, slots.where(live, slots.new_full((), -1)), x)
-    return F.silu(out).to(x.dtype)
+    return _silu(out, x.dtype, round_sum)

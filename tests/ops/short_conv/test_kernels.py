@@ -16,9 +16,14 @@ from onela.ops.short_conv.kernels import short_conv_step_triton
 @pytest.mark.parametrize("widths", SHAPES)
 @pytest.mark.parametrize("kernel_size", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("channels", [10, 1030])
+@pytest.mark.parametrize(("channels", "round_sum"), [(10, False), (1030, False), (10, True)])
 def test_a_step_equals_the_reference(
-    widths: list[list[int]], kernel_size: int, dtype: torch.dtype, channels: int, device: torch.device
+    widths: list[list[int]],
+    kernel_size: int,
+    dtype: torch.dtype,
+    channels: int,
+    round_sum: bool,
+    device: torch.device,
 ) -> None:
     prompts = [(3 * i + 1) % 5 if i else -1 for i in range(len(widths), 0, -1)]
     tree = random_tree(widths, dead=0.2, prompts=prompts)
@@ -34,6 +39,7 @@ def test_a_step_equals_the_reference(
     x = torch.randn(N, channels + 6).to(device, dtype)[:, 2:-4]
     own = torch.randn(tree.num_slots, channels).to(device, dtype)
     expected = own.clone()
+    index["round_sum"] = round_sum
     y = short_conv_step_triton(x, weight, conv_state=conv_state, records_x=own, **index)
     wanted = short_conv_step_ref(x, weight, conv_state=conv_state, records_x=expected, **index)
     torch.testing.assert_close(y, wanted, **ROWS["fp32" if dtype == torch.float32 else "bf16"])

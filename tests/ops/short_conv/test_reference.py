@@ -86,3 +86,14 @@ def test_nothing_is_kept_for_a_length_that_has_been() -> None:
     before = mallinfo().uordblks
     run(range(8, 150))
     assert mallinfo().uordblks - before < 1 << 20
+
+
+def test_the_sum_is_rounded_when_asked_for() -> None:
+    """As a convolution in bf16 and a SiLU in bf16, one after the other; else only the SiLU is rounded."""
+    x, weight = torch.randn(40, C).bfloat16(), torch.randn(C, 4).bfloat16()
+    bounds = torch.tensor([0, 40], dtype=torch.int32)
+    sums = F.conv1d(x.double().t()[None], weight.double()[:, None], padding=3, groups=C)[0, :, :40].t()
+    for round_sum, expected in ((False, F.silu(sums)), (True, F.silu(sums.bfloat16().double()))):
+        y = short_conv_prefill(x, weight, cu_seqlens=bounds, round_sum=round_sum)[0]
+        assert torch.equal(y, expected.bfloat16())
+    assert not torch.equal(F.silu(sums).bfloat16(), F.silu(sums.bfloat16()))
