@@ -45,8 +45,8 @@ def save(name: str, path: Path, **overrides: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
 
 
-def engine_of(path: Path, **options: Any) -> Engine:
-    return Engine.from_pretrained(path, vocabulary=VOCABULARY, device="cpu", dtype="bfloat16", **options)
+def engine_of(path: Path, *, device: str = "cpu", **options: Any) -> Engine:
+    return Engine.from_pretrained(path, vocabulary=VOCABULARY, device=device, dtype="bfloat16", **options)
 
 
 def theirs(reference: Any, prompt: list[int]) -> Sids:
@@ -133,6 +133,17 @@ def test_requests_together(tmp_path: Path) -> None:
     expected = [theirs(reference, prompt) for prompt in prompts]
     found = our_beams(engine_of(tmp_path, rounding="transformers"), prompts, WIDTH)
     assert in_common(found, expected) >= 98
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "least_share"), [("qwen3", 99), ("qwen3_5", 95), ("qwen3_next", 95)])
+def test_the_same_beams_on_a_gpu(tmp_path: Path, name: str, least_share: float) -> None:
+    reference = save(name, tmp_path, hidden_size=256, head_dim=64).cuda()
+    prompts = prompts_of((33, 70, 12, 50), VOCAB, seed=4)
+    expected = [theirs(reference, prompt) for prompt in prompts]
+    engine = engine_of(tmp_path, device="cuda", rounding="transformers")
+    assert engine.runner.graphs is None
+    assert in_common(answers(engine, prompts), expected) >= least_share
 
 
 @pytest.mark.parametrize("name", SAVE)

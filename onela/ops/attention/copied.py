@@ -64,7 +64,7 @@ def beam_attention_copied(
         if p < 0 or W == 0:
             continue
         length = host[len(depths) + p]
-        shared = [prompt_rows(cache, page_table, p, length) for cache in (k_cache, v_cache)]
+        shared = [prompt_rows(cache, page_table, p, length).transpose(0, 1) for cache in (k_cache, v_cache)]
         pieces = -(-W * (length + depth + 1) * HKV * D * 2 * q.element_size() // COPY_BYTES)
         size = -(-W // pieces)
         for start in range(bounds[r], bounds[r + 1], size):
@@ -72,18 +72,19 @@ def beam_attention_copied(
             scatter_rows(records_k, slots[rows], k[rows])
             scatter_rows(records_v, slots[rows], v[rows])
             own = torch.cat([ancestors[rows, :depth], slots[rows, None].to(ancestors.dtype)], dim=1)
+            # Head by head, as caches lie: cuDNN sums rows of heads that lie side by side otherwise, now and then.
             keys, values = (
                 torch.cat(
-                    [prompt.expand(len(own), -1, -1, -1), gather_rows(records, own).to(prompt.dtype)], 1
-                )
+                    [
+                        prompt.expand(len(own), -1, -1, -1),
+                        gather_rows(records, own).to(prompt.dtype).transpose(1, 2),
+                    ],
+                    dim=2,
+                ).contiguous()
                 for prompt, records in zip(shared, (records_k, records_v))
             )
             found = F.scaled_dot_product_attention(
-                q[rows, :, None],
-                keys.transpose(1, 2),
-                values.transpose(1, 2),
-                scale=scale,
-                enable_gqa=HQ != HKV,
+                q[rows, :, None], keys, values, scale=scale, enable_gqa=HQ != HKV
             )[:, :, 0]
             out[rows] = found.masked_fill((slots[rows] < 0)[:, None, None], 0)
     return out
