@@ -5,9 +5,9 @@ vocabulary. `transformers` runs its own forwards on its own cache; the search ab
 `generate` puts `n` copies of the prompt through the model first, and searches of all widths share the forwards that
 they have in common. Rounding decides between beams of nearly equal score, so two honest bfloat16 runs differ; what
 `transformers` loses against its own float32 says how much is to be expected. Its bfloat16 forwards are also read with
-logits in float32, as OneLA makes them, which says how much of that is the rounding of the logits alone. And they run
-in two kinds of batches: `n` beams a forward, as `generate` has them, and all beams of all searches together, which says
-how much `transformers` agrees with itself. `rounding="transformers"` answers one request at a time, in the same shapes.
+logits in float32, as OneLA makes them, which says how much of that is the rounding of the logits alone. They have `n`
+beams a forward, as in `generate`; the same searches with the beams of all widths in shared batches say how far
+`transformers` agrees with itself. `rounding="transformers"` answers one request at a time, in `generate`'s shapes.
 
     python bench/overlap.py --model demo --checkpoint build/demo/checkpoint     (the MovieLens demo, `make demo`)
     python bench/overlap.py --model qwen3-1.7b --device cuda                    (random weights of the public shape)
@@ -219,15 +219,16 @@ def compare(
     print(f"onela: {time.perf_counter() - began:.1f} s for {len(prompts)} prompts", flush=True)
     began = time.perf_counter()
     full = copy.deepcopy(half).float()  # the same weights
-    heads: dict[str, Callable[[Tensor], Tensor]] = {SHARED: half.lm_head, WIDE: wide_logits(half)}
+    wide = wide_logits(half)
     done = 0
     for prompt in prompts:
         if done and time.perf_counter() - began > args.seconds:
             break
-        found = hf_beams(half, prompt, levels, widths, heads)
+        found = hf_beams(half, prompt, levels, widths, {SHARED: half.lm_head})
         found |= hf_beams(full, prompt, levels, widths, {FULL: full.lm_head})
         for n in widths:
-            found |= hf_beams(half, prompt, levels, [n], {HALF: half.lm_head}, chunk=n)
+            for name, head in ((HALF, half.lm_head), (WIDE, wide)):
+                found |= hf_beams(half, prompt, levels, [n], {name: head}, chunk=n)
             found[ALIKE, n] = our_beams(alike, [prompt], n)[0]
         for search, sids in found.items():
             sets.setdefault(search, []).append(sids)

@@ -56,7 +56,8 @@ class EngineConfig:
     )
     rounding: Rounding = _option(
         "least",
-        "least, or transformers: a bfloat16 model rounds where transformers does, to get the same lists; slower",
+        "least, or transformers: a bfloat16 model rounds where transformers does, to get the same lists; slow, and "
+        "one request at a time",
     )
     recurrent_backend: RecurrentBackendOption = _option(
         "replay",

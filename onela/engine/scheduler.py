@@ -66,7 +66,8 @@ class Scheduler:
     A request's need is known when it arrives, so it is admitted only when all of it fits, and then runs to its end.
     Who is admitted next: the higher `priority`, then the earlier deadline, then the earlier arrival; but whoever
     has been passed `max_overtaken` times by later arrivals comes first. Nobody passes the one who is next, even
-    if there is room for a smaller request: so whoever waits is admitted after a bounded number of others.
+    if there is room for a smaller request: so whoever waits is admitted after a bounded number of others. Under
+    `rounding="transformers"` a request runs alone.
 
     Args:
         config: the limits.
@@ -92,6 +93,8 @@ class Scheduler:
         self.records = records
         self.cache = cache
         self.clock = clock
+        # What else is in a batch decides in which order its matrix products sum.
+        self.alone = config.rounding == "transformers"
         self.rows = ExtentAllocator("beam rows")
         self.waiting: list[ActiveRequest] = []
         self.running: list[ActiveRequest] = []
@@ -173,6 +176,8 @@ class Scheduler:
             if budget and request.in_prefill and len(batch.prefill) < MAX_PREFILL_PROMPTS:
                 budget = self._take_chunk(batch, request, budget)
         while admit and budget and self.waiting and len(batch.prefill) < MAX_PREFILL_PROMPTS:
+            if self.running and self.alone:
+                break
             request = self._next()
             if batch.prefill and budget < self._new_tokens(request) <= self.config.max_batch_tokens:
                 break  # the next step has room for all of it: two pieces cost more than one
