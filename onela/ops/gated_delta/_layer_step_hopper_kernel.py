@@ -44,14 +44,13 @@ from onela.ops.gated_delta._replay_hopper_parts import (
     request_at,
     sigmoid,
     silu,
+    silu_of_half,
     suffix_decays,
     take_apart,
     widen,
 )
 
 TAPS = gl.constexpr(4)
-# Weights are multiplied by it in shared memory: a sum is then ready for the power of two in its SiLU.
-MINUS_LOG2E = gl.constexpr(-1.4426950408889634)
 # Rows of the weights in shared memory: the taps of v, q and k, then what the prompt adds to each.
 TAILS = gl.constexpr(12)
 
@@ -95,52 +94,6 @@ def load_index(p_slots, p_ancestors, s_ancestors, shift, n, end, T: gl.constexpr
     return index
 
 
-@gluon.jit
-def scaled_silu(scaled):
-    """SiLU of y from -log2(e) y, as -log2(e) y / (-log2(e) - log2(e) exp(-y))."""
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .f32 e;
-        ex2.approx.ftz.f32 e, $1;
-        fma.rn.ftz.f32 e, e, 0fBFB8AA3B, 0fBFB8AA3B;
-        rcp.approx.ftz.f32 e, e;
-        mul.ftz.f32 $0, $1, e;
-        }""",
-        "=f,f",
-        [scaled],
-        dtype=gl.float32,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@gluon.jit
-def scaled_silu_pairs(scaled):
-    """The same, two at a time with one reciprocal: 1 / a = b / (a b). Exponents end at 60, or the product is inf."""
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .f32 a, b, r, s;
-        min.ftz.f32 a, $2, 0f42700000;
-        min.ftz.f32 b, $3, 0f42700000;
-        ex2.approx.ftz.f32 a, a;
-        ex2.approx.ftz.f32 b, b;
-        fma.rn.ftz.f32 a, a, 0fBFB8AA3B, 0fBFB8AA3B;
-        fma.rn.ftz.f32 b, b, 0fBFB8AA3B, 0fBFB8AA3B;
-        mul.ftz.f32 r, a, b;
-        rcp.approx.ftz.f32 r, r;
-        mul.ftz.f32 s, $2, r;
-        mul.ftz.f32 r, $3, r;
-        mul.ftz.f32 $0, s, b;
-        mul.ftz.f32 $1, r, a;
-        }""",
-        "=&f,=&f,f,f",
-        [scaled],
-        dtype=gl.float32,
-        is_pure=True,
-        pack=2,
-    )
-
-
 @gluon.constexpr_function
 def channel_layout(G):
     """One of 128 channels a thread."""
@@ -161,9 +114,9 @@ def load_taps(p_weight, channels, G: gl.constexpr):
 
 @gluon.jit
 def split_taps(weights, G: gl.constexpr):
-    """The four weights of each channel, oldest input first, times -log2(e): each [128] fp32, one channel a thread."""
+    """The four weights of each channel, oldest input first, halved for SiLU: each [128] fp32, one channel a thread."""
     CHANNEL: gl.constexpr = channel_layout(G)
-    even, odd = (weights.to(gl.float32) * MINUS_LOG2E).reshape([128, 2, 2]).split()
+    even, odd = (weights.to(gl.float32) * 0.5).reshape([128, 2, 2]).split()
     w_0, w_2 = even.split()
     w_1, w_3 = odd.split()
     w_0 = gl.convert_layout(w_0, CHANNEL, assert_trivial=True)
@@ -239,12 +192,7 @@ def convolve(ring, place, n, indices, base, stride, taps, slot, owner, G: gl.con
     results = ()
     for part in gl.static_range(3):
         w = taps.index(part * TAPS + TAPS - 1).load(CHANNEL)
-        scaled = sums[part] + widen(inputs[part]) * w[None, :]
-        # Without ancestors a tile waits for exponents and reciprocals above all; with them for its loads.
-        if PAST == 0:
-            y = scaled_silu_pairs(scaled)
-        else:
-            y = scaled_silu(scaled)
+        y = silu_of_half(sums[part] + widen(inputs[part]) * w[None, :])
         results = results + (y.to(gl.bfloat16),)
         gl.store(base[3 + part] + offsets, inputs[part], mask=written if part == 0 else shared)
     for part in gl.static_range(3):
@@ -252,6 +200,21 @@ def convolve(ring, place, n, indices, base, stride, taps, slot, owner, G: gl.con
     offsets = (slot.to(gl.int64) * G.HK)[:, None] + gl.arange(0, 128, layout=CHANNEL)[None, :]
     gl.store(base[6] + offsets, results[2], mask=shared)
     return place
+
+
+@gluon.jit
+def load_gates(p_a, p_b, n, s_a, s_b, i_hv, end):
+    """Raw decay and write strength of the rows n; zeros past the end."""
+    a = gl.load(p_a + n.to(gl.int64) * s_a + i_hv, mask=n < end, other=0.0)
+    b = gl.load(p_b + n.to(gl.int64) * s_b + i_hv, mask=n < end, other=0.0)
+    return a, b
+
+
+@gluon.jit
+def gates(a, b, rate, bias):
+    """The log decay and the write strength of rows, from their raw values."""
+    x = a.to(gl.float32) + bias
+    return rate * (gl.maximum(x, 0.0) + gl.log(1.0 + gl.exp(-gl.abs(x)))), sigmoid(b.to(gl.float32))
 
 
 @gluon.jit(do_not_specialize=["N", "B", "rows_per_program", "s_a", "s_b", "s_ancestors"])
@@ -376,8 +339,6 @@ def gated_delta_layer_step_hopper_kernel(
         index_2 = index_1
         if REACH == 2:
             index_2 = load_index(p_slots, p_ancestors, s_ancestors, shift, n + 2 * BW, live_end, T)
-        n_conv = start + gl.arange(0, BW, layout=gl.SliceLayout(1, CONV))
-        slot_conv = gl.load(p_slots + n_conv, mask=n_conv < live_end, other=-1)
         store_tails(taps, weights, past, depth, G)
         # All that comes from the prompt, and the indices, are loaded while the kernel before this one drains. The fence
         # waits for whatever is on its way, so it comes before the copies of the first rows.
@@ -389,8 +350,8 @@ def gated_delta_layer_step_hopper_kernel(
             gl.thread_barrier()
             if OVERLAP:
                 gdc_wait()
-        b_a = gl.load(p_a + n.to(gl.int64) * s_a + i_hv, mask=n < live_end, other=0.0)
-        b_b = gl.load(p_b + n.to(gl.int64) * s_b + i_hv, mask=n < live_end, other=0.0)
+        a_0, b_0 = load_gates(p_a, p_b, n, s_a, s_b, i_hv, live_end)
+        a_1, b_1 = load_gates(p_a, p_b, n + BW, s_a, s_b, i_hv, live_end)
         for s in gl.static_range(RING):
             copy_ahead(copy_stage, ring, s, n, (index, index_1), base, stride, s, G)
         if start > first:
@@ -398,9 +359,11 @@ def gated_delta_layer_step_hopper_kernel(
             fence_async_shared()
             gl.thread_barrier()
 
+        b_g, b_beta = gates(a_0, b_0, rate, bias)
         place = gl.to_tensor(0)
         for _ in range(gl.cdiv(end - start, BW)):
             indices = (index, index_1, index_2)
+            slot_conv = gl.convert_layout(index[0], gl.SliceLayout(1, CONV))
             place = convolve(ring, place, n, indices, base, stride, taps, slot_conv, owner, G)
             v = ring.index(place).load(PIECE)
             xq = ring.index((place + 1) % RING).load(OPERAND)
@@ -417,24 +380,21 @@ def gated_delta_layer_step_hopper_kernel(
             qk, kk = key_dots(lefts, (xk,), 1, NW)
             acc = product((operand,), state, BW, 1, MMA)
 
-            # A tile's index is loaded one tile before its first copy starts.
-            index_3 = load_index(p_slots, p_ancestors, s_ancestors, shift, n + (REACH + 1) * BW, live_end, T)
-            more = n + BW < live_end
-            a_1 = gl.load(p_a + (n + BW).to(gl.int64) * s_a + i_hv, mask=more, other=0.0)
-            b_1 = gl.load(p_b + (n + BW).to(gl.int64) * s_b + i_hv, mask=more, other=0.0)
-            slot_conv = gl.load(p_slots + n_conv + BW, mask=n_conv + BW < live_end, other=-1)
+            # A tile's index is loaded one tile before its first copy starts, its raw gates two tiles ahead. Behind the
+            # wait for the product, or what is computed before it shares a scoreboard with the loads and waits for
+            # memory; with more ancestors that would take registers, and they wait for memory anyway.
+            n_3 = n + (REACH + 1) * BW
+            if T > 1:
+                g_1, beta_1 = gates(a_1, b_1, rate, bias)
+                index_3 = load_index(p_slots, p_ancestors, s_ancestors, shift, n_3, live_end, T)
+                a_1, b_1 = load_gates(p_a, p_b, n + 2 * BW, s_a, s_b, i_hv, live_end)
 
             q_scale = scale * gl.rsqrt(qq + L2NORM_EPS)
             k_scale = gl.rsqrt(kk + L2NORM_EPS)
             qk = qk * q_scale * k_scale
-            x = b_a.to(gl.float32) + bias
-            b_g = rate * (gl.maximum(x, 0.0) + gl.log(1.0 + gl.exp(-gl.abs(x))))
-            b_beta = sigmoid(b_b.to(gl.float32))
             b_z = load_stages(ring, place, 1, PIECE, G)[0]
             place = refill(copy_stage, ring, place, n, indices, base, stride, G.GATE, 1, G)
-            if T == 0:
-                gate = scaled_silu_pairs(widen(b_z) * MINUS_LOG2E)
-            elif T == 1:
+            if T <= 1:
                 gate = silu(b_z)
             decays = load_decays(p_records_g, index, i_hv, HV, T)
             coefficients = ()
@@ -445,6 +405,10 @@ def gated_delta_layer_step_hopper_kernel(
             fades, fade = suffix_decays(b_g, decays, T)
 
             acc, _a = warpgroup_mma_wait(0, deps=[acc, operand])
+            if T <= 1:
+                g_1, beta_1 = gates(a_1, b_1, rate, bias)
+                index_3 = load_index(p_slots, p_ancestors, s_ancestors, shift, n_3, live_end, T)
+                a_1, b_1 = load_gates(p_a, p_b, n + 2 * BW, s_a, s_b, i_hv, live_end)
             uq, uk = take_apart(acc, BW, NW)
             uq = uq * (q_scale * fade)[:, None]
             uk = uk * (k_scale * fade)[:, None]
@@ -473,9 +437,8 @@ def gated_delta_layer_step_hopper_kernel(
             gl.store(p_rows, b_record, mask=written)
             gl.store(p_records_g + slot * HV + i_hv, b_g, mask=slot >= 0)
             n += BW
-            n_conv += BW
-            b_a = a_1
-            b_b = b_1
+            b_g = g_1
+            b_beta = beta_1
             index = index_1
             if REACH == 2:
                 index_1 = index_2
