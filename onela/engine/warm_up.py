@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from onela.config import EngineConfig
-from onela.engine.graphs import ForwardGraphs, Shape, padded_rows, padded_selection, padded_shape
+from onela.engine.graphs import (
+    ForwardGraphs,
+    PrefillGraphs,
+    Shape,
+    padded_rows,
+    padded_selection,
+    padded_shape,
+)
 from onela.engine.packing import SelectionShape, StepShape
 from onela.engine.prefill_packing import LONG, SMALLEST, buckets_up_to
 from onela.engine.runner import Runner
 from onela.engine.scheduler import MAX_PREFILL_PROMPTS
 from onela.engine.served import ServedCatalog
+from onela.ops.compile_ahead import compile_ahead
 from onela.ops.prefill_tables import PrefillShape
 
 logger = logging.getLogger(__name__)
+
+PREFILL_STEP = 3
+"""Of so many prefill forwards the kernels of one are compiled ahead: those of its neighbours are mostly the same."""
 
 
 def prefill_shapes(config: EngineConfig) -> Iterator[PrefillShape]:
@@ -92,6 +103,18 @@ def reserve_masks(config: EngineConfig, served: ServedCatalog) -> None:
         logger.warning("no room for masks ahead of requests with filters: %s", error)
 
 
+def forwards(
+    graphs: ForwardGraphs[Shape, Any] | None, shapes: Sequence[Shape]
+) -> Iterator[Callable[[], object]]:
+    """What is captured for these shapes, over nothing but padding; of many prefill forwards some of different sizes."""
+    if graphs is None:
+        return
+    if isinstance(graphs, PrefillGraphs):
+        shapes = [*shapes[:4], *shapes[4::PREFILL_STEP]]
+    for shape in shapes:
+        yield graphs.forward_over(shape, graphs.make_buffers(shape))
+
+
 def capture(graphs: ForwardGraphs[Shape, Any] | None, shapes: Sequence[Shape]) -> int:
     """Capture these shapes, as many as are kept at a time. Returns how many could be."""
     if graphs is None:
@@ -129,9 +152,14 @@ def warm_up(runner: Runner, config: EngineConfig, num_levels: int, served: Serve
     runner.table.reserve(2 * count, 1)
     reserve_masks(config, served)
     prompts.flush()
-    captured = capture(runner.prefill_graphs, list(prefill_shapes(config)))
-    captured += capture(runner.graphs, decode_shapes(config, num_levels))
-    captured += capture(runner.selection_graphs, selection_shapes(config, num_levels, served))
+    wanted: list[tuple[ForwardGraphs[Any, Any] | None, Sequence[Any]]] = [
+        (runner.prefill_graphs, list(prefill_shapes(config))),
+        (runner.graphs, decode_shapes(config, num_levels)),
+        (runner.selection_graphs, selection_shapes(config, num_levels, served)),
+    ]
+    if state.prompts.device.type == "cuda":
+        compile_ahead(run for graphs, shapes in wanted for run in forwards(graphs, shapes))
+    captured = sum(capture(graphs, shapes) for graphs, shapes in wanted)
     taken = time.perf_counter() - start
     logger.info("warmed up in %.1f s: %d graphs captured", taken, captured)
     return taken
