@@ -101,7 +101,8 @@ def recommend(
     )
     for number, result in enumerate(engine.generate(asked, params), 1):
         if json_output:
-            print_json(dataclasses.asdict(result))
+            items = [item._asdict() for item in result.items]
+            print_json(dataclasses.asdict(result) | {"items": items})
         else:
             _print_result(number, result)
 

@@ -71,8 +71,9 @@ def make_result(request: ActiveRequest, beams: HostBeams, vocabulary: SidVocabul
     order = order[: request.asked]
     length = codes.shape[1]
     # A prefix has fewer levels than the vocabulary, so the levels are looked up one by one.
-    sids = _tuples([vocabulary.codes(level, codes[order, level]) for level in range(length)])
-    tokens = _tuples([vocabulary.token_ids(level, codes[order, level]) for level in range(length)])
+    levels = list(enumerate(codes[order].T))
+    sids = _tuples([vocabulary.codes(level, column) for level, column in levels])
+    tokens = _tuples([vocabulary.token_ids(level, column) for level, column in levels])
     logprobs: list[Any] = [None] * len(order)
     if request.request.logprobs:
         logprobs = _tuples(list(np.diff(paths[order], axis=1, prepend=np.float32(0)).T))
@@ -88,9 +89,8 @@ def make_result(request: ActiveRequest, beams: HostBeams, vocabulary: SidVocabul
         titles = _runs(bounds, catalog.titles(found))
     totals = scores[order].tolist()
     divisor = length**params.length_penalty
-    items = RecommendedItem.many(
-        sids, item_ids, titles, totals, [total / divisor for total in totals], tokens, logprobs
-    )
+    ranked = totals if divisor == 1 else [total / divisor for total in totals]
+    items = RecommendedItem.many(sids, item_ids, titles, totals, ranked, tokens, logprobs)
     enough = len(items) == request.asked
     finish_reason: FinishReason = "stop" if enough else "exhausted"
     return Result(

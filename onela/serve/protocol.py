@@ -299,14 +299,14 @@ def recommend_body(result: Result, model: str) -> dict[str, Any]:
         "request_id": result.request_id,
         "items": [
             {
-                "sid": list(item.sid),
-                "item_ids": list(item.item_ids),
-                "titles": list(item.titles),
-                "cum_logprob": item.cum_logprob,
-                "sequence_score": item.sequence_score,
-                "token_ids": list(item.token_ids),
+                "sid": sid,
+                "item_ids": item_ids,
+                "titles": titles,
+                "cum_logprob": cum_logprob,
+                "sequence_score": sequence_score,
+                "token_ids": token_ids,
             }
-            for item in result.items
+            for sid, item_ids, titles, cum_logprob, sequence_score, token_ids, _ in result.items
         ],
         "finish_reason": result.finish_reason,
         "reason": result.reason,

@@ -90,7 +90,9 @@ class PromptPool:
         self._host_table = torch.full((0, 0), -1, dtype=torch.int32)
         self._host_lengths = torch.zeros(0, dtype=torch.int32)
         self._table, self._lengths = self._host_table.to(device), self._host_lengths.to(device)
+        # Places whose length, and whose pages, have changed since the device was told.
         self._changed: tuple[int, int] | None = None
+        self._allocated: tuple[int, int] | None = None
 
     def pages_needed(self, num_tokens: int) -> int:
         """Pages that a prompt of this length takes."""
@@ -130,6 +132,8 @@ class PromptPool:
         row = self._host_table.numpy()[index]
         row[:needed] = pages
         row[needed:] = -1
+        first, end = self._allocated or (index, index)
+        self._allocated = min(first, index), max(end, index + 1)
         self._note_length(index, 0)
         return PromptState(index=index, pages=pages, max_tokens=num_tokens)
 
@@ -171,11 +175,15 @@ class PromptPool:
         """
         if self._changed is None:
             return
-        rows = slice(*self._changed)
-        self._changed = None
-        if self.device.type == "cuda":
+        changed, allocated = self._changed, self._allocated
+        self._changed = self._allocated = None
+        if self.device.type != "cuda":
+            return
+        rows = slice(*changed)
+        self._lengths[rows].copy_(self._host_lengths[rows].pin_memory(), non_blocking=True)
+        if allocated is not None:
+            rows = slice(*allocated)
             self._table[rows].copy_(self._host_table[rows].pin_memory(), non_blocking=True)
-            self._lengths[rows].copy_(self._host_lengths[rows].pin_memory(), non_blocking=True)
 
     def snapshot(self, prompt: PromptState) -> dict[str, Tensor]:
         """A copy of what a prompt holds beside its pages: recurrent states and convolution tails as they are now.
