@@ -116,17 +116,29 @@ def bucket(num_tokens: int, *, tight: bool = False) -> int:
         return SMALLEST
     if tight and num_tokens > FINE_FROM:
         return -(-num_tokens // TIGHT) * TIGHT
-    step = max(SMALLEST // 2, _power_of_two(num_tokens) // (32 if num_tokens > FINE_FROM else 16))
+    step = _step(num_tokens)
     return -(-num_tokens // step) * step
 
 
+def _step(num_tokens: int) -> int:
+    """Tokens from the bucket that holds so many to the one before."""
+    return max(SMALLEST // 2, _power_of_two(num_tokens) // (32 if num_tokens > FINE_FROM else 16))
+
+
 def buckets_up_to(num_tokens: int) -> list[int]:
-    """Buckets of which one holds any number of tokens up to `num_tokens` (see `holds`)."""
+    """Buckets of which one holds any number of tokens up to `num_tokens` (see `holds`).
+
+    Beyond `FINE_FROM` they are all that there are: a forward then has 2 % of padding on average, and there a percent of
+    the time counts more than another graph does.
+    """
     found, end = [bucket(num_tokens)], bucket(num_tokens)
     while end > SLACK:
-        # The least number that this bucket still holds; the next one must hold what is below.
-        least = min(end - SLACK, -(-end * 8 // 9))
-        end = bucket(least - 1) if bucket(least - 1) < end else end - SMALLEST
+        if end > FINE_FROM:
+            end -= _step(end)
+        else:
+            # The least number that this bucket still holds; the next one must hold what is below.
+            least = min(end - SLACK, -(-end * 8 // 9))
+            end = bucket(least - 1) if bucket(least - 1) < end else end - SMALLEST
         found.append(end)
     return sorted(found)
 
