@@ -24,6 +24,7 @@ import json
 import random
 import time
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -106,12 +107,19 @@ class Client:
             connection.writer.close()
 
 
+def due_times(rate: float, seed: int) -> Iterator[float]:
+    """Random times of a mean rate, in seconds from the start on, without end."""
+    chance, due = random.Random(seed), 0.0
+    while True:
+        due += chance.expovariate(rate)
+        yield due
+
+
 async def open_loop(client: Client, requests: list[bytes], start: float, rate: float, seed: int) -> None:
     """Send every request at its time, whether earlier ones have been answered or not."""
-    chance = random.Random(seed)
-    tasks, due = [], start
-    for request in requests:
-        due += chance.expovariate(rate)
+    tasks = []
+    for request, after in zip(requests, due_times(rate, seed)):
+        due = start + after
         await asyncio.sleep(max(0.0, due - time.monotonic()))
         tasks.append(asyncio.ensure_future(client.ask(request, due)))
     await asyncio.gather(*tasks)

@@ -3,6 +3,7 @@
     python bench/serve.py load [--shape qwen3.5-0.8b] [--rates 20 40 60] [--cached 0 0.8]
     python bench/serve.py load --shape qwen3-1.7b --prompts 5000 5000 --concurrency 4
     python bench/serve.py faults [--requests 10000] [--replicas 2]
+    python bench/serve.py simulate --rates 60 75 90 [--batch-tokens 12288] [--option max_tokens_beside_decode=none]
 
 `load` sends requests at random times of a fixed mean rate, whether earlier ones have been answered or not (an open
 loop: a slow server gets no mercy), in increasing rates until the 99th percentile of latency is too long, and reports
@@ -10,7 +11,8 @@ latencies by stage for each; with `--concurrency` it keeps so many under way ins
 of its own (`bench/load_client.py`). `faults` keeps a number of clients busy with good requests, malformed and oversize
 ones, and ones that hang up, switches the catalogue every second, and compares every answer with a list that was
 recorded beforehand; the server's memory must not grow. With `--replicas`, the server is `onela serve --replicas`, and
-one replica after the other is killed meanwhile.
+one replica after the other is killed meanwhile. `simulate` is `load` without a model, a server or a GPU: what the
+engine's way of batching makes of what a step costs.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from pathlib import Path
 from bench.serve_faults import run_faults
 from bench.serve_load import run_load
 from bench.serve_server import SHAPES, run_server
+from bench.serve_simulation import run_simulation
 from onela import EngineConfig
 
 
@@ -35,7 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("mode", choices=["load", "faults", "server"])
+    parser.add_argument("mode", choices=["load", "faults", "simulate", "server"])
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--rates", type=float, nargs="+", default=[5, 10, 20], help="requests per second")
     parser.add_argument("--cached-rates", type=float, nargs="+", help="those of cached prompts, if others")
@@ -67,6 +70,9 @@ def main() -> None:
     parser.add_argument("--host-cache-bytes", type=int, default=0)
     parser.add_argument("--batch-tokens", type=int, default=EngineConfig.max_batch_tokens)
     parser.add_argument("--option", nargs="+", default=[], help="NAME=VALUE: other options of the engine")
+    parser.add_argument(
+        "--cost", nargs="+", default=[], help="simulate: NAME=MILLISECONDS, see bench/serve_simulation.py"
+    )
     parser.add_argument("--profile", type=Path, help="where to write a profile of the engine's thread")
     parser.add_argument("--commit", help="the commit that is measured, where there is no checkout to ask")
     parser.add_argument("--out", type=Path, help="where to append results instead of bench/results")
@@ -78,7 +84,8 @@ def main() -> None:
         arguments.client_processes = min(arguments.client_processes, arguments.concurrency)
     # Whoever ends this process ends what it has started; and a server's profile is written at its exit.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    {"load": run_load, "faults": run_faults, "server": run_server}[arguments.mode](arguments)
+    modes = {"load": run_load, "faults": run_faults, "simulate": run_simulation, "server": run_server}
+    modes[arguments.mode](arguments)
 
 
 if __name__ == "__main__":

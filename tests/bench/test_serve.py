@@ -8,12 +8,16 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import bench.serve
 from bench.load_client import draw_tokens, encode_body, encode_request
 from bench.serve_load import make_traffic
+from bench.serve_simulation import Costs, make_arrivals, simulate
 from onela import EngineConfig
+from onela.engine.prefill_packing import bucket
+from onela.engine.scheduler import Batch
 
 ARGUMENTS = argparse.Namespace(prompts=[1024, 5120], beam_width=256, n=50, client_processes=3)
 
@@ -91,3 +95,41 @@ def test_load_of_a_few_requests(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert {line["metric"] for line in lines} == {"latency_p99", "throughput"}
     assert all((line["answered"], line["failed"]) == (8, {}) for line in lines)
+
+
+def test_a_simulated_request_alone_takes_what_its_steps_cost() -> None:
+    costs = Costs(http=0.25)
+    config = EngineConfig(max_batch_tokens=8192)
+    latencies, busy = simulate([(0.0, 3000), (1.0, 5000)], config, costs, width=200, levels=3)
+    for length, latency in zip((3000, 5000), latencies):
+        prefill = costs.prefill + costs.prefill_token * bucket(length) + costs.prefill_pair * length**2 / 1e6
+        decode = costs.decode + 0.2 * costs.decode_row + costs.select + 0.2 * costs.select_row
+        first = costs.select + 0.001 * costs.select_row
+        assert latency == pytest.approx(2 * 0.25 + costs.host + prefill + first + 2 * decode)
+    assert 0 < busy < 0.1
+
+
+def test_a_simulation_sees_what_batching_is_worth() -> None:
+    arguments = argparse.Namespace(**{**vars(ARGUMENTS), "seconds": 4, "count": None})
+    arrivals = make_arrivals(arguments, 75, 1)
+    p99 = {}
+    for tokens in (5120, 12288):
+        latencies, busy = simulate(arrivals, EngineConfig(max_batch_tokens=tokens, max_waiting=1000), Costs())
+        assert len(latencies) == len(arrivals) == 300
+        assert min(latencies) > Costs().step(Batch())
+        p99[tokens] = float(np.percentile(latencies, 99))
+        assert 0.6 < busy < 1
+    assert p99[12288] < 0.9 * p99[5120]
+
+
+@pytest.mark.usefixtures("_sigterm")
+def test_the_simulation_runs_as_a_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["serve.py", "simulate", "--rates", "20", "--count", "30", "--cost", "prefill=3", "http=0"]
+    monkeypatch.setattr("sys.argv", words)
+    bench.serve.main()
+    assert "rate 20/s: 30 requests, latency p50" in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", [*words[:-1], "coffee=1"])
+    with pytest.raises(SystemExit, match="--cost: coffee: no such cost"):
+        bench.serve.main()
