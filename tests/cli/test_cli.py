@@ -107,7 +107,7 @@ def test_how_text_becomes_tokens(chatting: Published, options: list[str], expect
         run("serve", str(chatting.path), "--device", "cpu", "--port", "0", *options)
     app = served.call_args.args[0]
     encoder = app.state.server.engine.engine.prompt_encoder
-    assert encoder.encode(onela.Request(prompt="Hi")) == tokens
+    assert encoder.encode(onela.Request(prompt="Hi")).tolist() == tokens
 
 
 def test_recommend_from_a_file_and_from_standard_input(files: dict[str, str], tmp_path: Path) -> None:
