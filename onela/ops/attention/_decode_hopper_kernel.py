@@ -18,14 +18,15 @@ Stages come in the order in which they are needed: K_0, K_1, V_0, K_2, V_1, ...,
 
 Scores of a unit are computed while the weighted values of the unit before are still being summed:
 
-    issue S_i = Q K_i^T;  O *= alpha_(i-1);  issue O += P_(i-1) V_(i-1);  wait S_i;  softmax to P_i, alpha_i;
-    wait O
+    issue S_i = Q K_i^T;  O *= alpha_(i-1), where a peak has risen;  issue O += P_(i-1) V_(i-1);  wait S_i;
+    softmax to P_i, alpha_i;  wait O
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -50,6 +51,9 @@ from onela.ops.attention._decode_hopper_tiles import (
     stage_at,
 )
 
+# By how many powers of two a score may pass its row's peak before what was summed is scaled down to it.
+LAG = gl.constexpr(8.0)
+
 
 @gluon.constexpr_function
 def _rows_layout(D, first, second):
@@ -71,11 +75,50 @@ def _rows_layout(D, first, second):
 
 @gluon.jit
 def _softmax(s, peak, total, scale_log2):
-    """One unit of the online softmax: weights, new peak and sum, and the factor on what was summed before."""
+    """One unit of the online softmax: weights, new peak and sum, and the factor on what was summed before.
+
+    A row keeps its peak until that is passed by eight powers of two, so that most units leave all factors at one.
+    Weights may then reach 256. What they are divided by in the end is summed over the same peak.
+    """
     new_peak = gl.maximum(peak, gl.max(s, 1) * scale_log2)
+    new_peak = gl.where(new_peak - peak > LAG, new_peak, peak)
     p = gl.exp2(s * scale_log2 - new_peak[:, None])
     alpha = gl.exp2(peak - new_peak)
     return p, new_peak, total * alpha + gl.sum(p, 1), alpha
+
+
+@gluon.constexpr_function
+def _rescale_asm(N):
+    """PTX that multiplies N numbers of a thread, of two rows, by their factors, unless all of the warp's are one."""
+    products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * N + i};" for i in range(N))
+    return (
+        "{ .reg .pred p, q; "
+        f"setp.neu.f32 p, ${2 * N}, 0f3F800000; setp.neu.f32 q, ${2 * N + 2}, 0f3F800000; or.pred p, p, q; "
+        f"vote.sync.any.pred p, p, 0xffffffff; @!p bra.uni DONE; {products} DONE: }}"
+    )
+
+
+@gluon.constexpr_function
+def _rescale_operands(N):
+    return ",".join(["=f"] * N + [str(i) for i in range(N)] + ["f"] * N)
+
+
+@gluon.jit
+def _rescale(acc, alpha):
+    """Sums times the factors of their rows. A warp skips it where all of its factors are one: with conditions of the
+    language that would take a barrier."""
+    # A product's layout: two columns of a row, then two of the row eight below. A thread holds D / 2 numbers.
+    HELD: gl.constexpr = acc.shape[1] // 2
+    factors = gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
+    return gl.inline_asm_elementwise(
+        _rescale_asm(HELD), _rescale_operands(HELD), [acc, factors], dtype=gl.float32, is_pure=True, pack=HELD
+    )
+
+
+@gluon.jit
+def _release(bar):
+    """Give a stage back, each thread for itself: `mbarrier.arrive` would have the warps meet first."""
+    async_copy.mbarrier_arrive(bar, increment_count=False)
 
 
 @gluon.jit
@@ -240,7 +283,7 @@ def _compute(
         peak = gl.full([ROWS], -1.0e30, gl.float32, ROWS_S)
         total = gl.zeros([ROWS], gl.float32, ROWS_S)
         s = warpgroup_mma_wait(0, deps=[s])
-        mbarrier.arrive(empty.index(stage), count=1)
+        _release(empty.index(stage))
         o_n = gl.arange(0, UNIT, layout=gl.SliceLayout(0, MMA_S))
         s = gl.where((o_n < limit)[None, :], s, -float("inf"))
         p, peak, total, alpha = _softmax(s, peak, total, scale_log2)
@@ -255,19 +298,19 @@ def _compute(
             v_stage, turn = stage_at(place + 1, STAGES)
             # The waits for copies end basic blocks: what stands between them stays between them.
             mbarrier.wait(full.index(v_stage), turn)
-            acc = acc * gl.convert_layout(alpha, ROWS_O)[:, None]
+            acc = _rescale(acc, alpha)
             acc = warpgroup_mma(p, ring.index(v_stage), acc, is_async=True)
             place += 2
             stage, turn = stage_at(place, STAGES)
             s = warpgroup_mma_wait(1, deps=[s])
-            mbarrier.arrive(empty.index(k_stage), count=1)
+            _release(empty.index(k_stage))
             weights, peak, total, alpha = _softmax(s, peak, total, scale_log2)
             weights = gl.convert_layout(weights.to(dtype), OPERAND)
             weights, total = warpgroup_mma_wait(1, deps=[weights, total])
             # What comes next: the next unit's keys, or the last one's values.
             mbarrier.wait(full.index(stage), turn)
             acc, p = warpgroup_mma_wait(0, deps=[acc, p])
-            mbarrier.arrive(empty.index(v_stage), count=1)
+            _release(empty.index(v_stage))
             p = weights
         # What stands next is waited for: the first own keys, or the last values.
         if num_own > 0:
@@ -277,10 +320,10 @@ def _compute(
             sources = own_list.index(stage).slice(GROUP * OWN_UNIT, OWN_UNIT).load(gl.SliceLayout(0, MMA_OWN))
             v_stage, turn = stage_at(place + 1, STAGES)
             mbarrier.wait(full.index(v_stage), turn)
-            acc = acc * gl.convert_layout(alpha, ROWS_O)[:, None]
+            acc = _rescale(acc, alpha)
             acc = warpgroup_mma(p, ring.index(v_stage), acc, is_async=True)
             s_own = warpgroup_mma_wait(1, deps=[s_own])
-            mbarrier.arrive(empty.index(stage), count=1)
+            _release(empty.index(stage))
             mbarrier.arrive(q_empty.index(GROUP), count=1, pred=num_own == 1)
             own_m = gl.arange(0, ROWS, layout=ROWS_OWN)
             own_peak = gl.convert_layout(peak, ROWS_OWN)
@@ -289,7 +332,7 @@ def _compute(
             p_own, own_peak, own_total, own_alpha = _softmax(s_own, own_peak, own_total, scale_log2)
             p_own = gl.convert_layout(p_own.to(dtype), OPERAND)
             acc, p = warpgroup_mma_wait(0, deps=[acc, p])
-            mbarrier.arrive(empty.index(v_stage), count=1)
+            _release(empty.index(v_stage))
             place += 2
             for i in range(1, num_own):
                 stage, turn = stage_at(place, STAGES)
@@ -303,22 +346,22 @@ def _compute(
                 v_stage, turn = stage_at(place + 1, STAGES)
                 mbarrier.wait(full.index(v_stage), turn)
                 fence_async_shared()
-                acc = acc * gl.convert_layout(own_alpha, ROWS_O)[:, None]
+                acc = _rescale(acc, own_alpha)
                 own = ring.index(v_stage)._reinterpret(dtype, [2, OWN_UNIT, D], SHARED).index(GROUP)
                 acc = warpgroup_mma(p_own, own, acc, is_async=True)
                 s_own = warpgroup_mma_wait(1, deps=[s_own])
-                mbarrier.arrive(empty.index(stage), count=1)
+                _release(empty.index(stage))
                 mbarrier.arrive(q_empty.index(GROUP), count=1, pred=i == num_own - 1)
                 s_own = _see(s_own, sources, own_key + i * OWN_UNIT, own_m, start, G, OWN, MMA_OWN)
                 weights, own_peak, own_total, own_alpha = _softmax(s_own, own_peak, own_total, scale_log2)
                 acc, p_own = warpgroup_mma_wait(0, deps=[acc, p_own])
-                mbarrier.arrive(empty.index(v_stage), count=1)
+                _release(empty.index(v_stage))
                 place += 2
                 p_own = gl.convert_layout(weights.to(dtype), OPERAND)
             stage, turn = stage_at(place, STAGES)
             mbarrier.wait(full.index(stage), turn)
             fence_async_shared()
-            acc = acc * gl.convert_layout(own_alpha, ROWS_O)[:, None]
+            acc = _rescale(acc, own_alpha)
             own = ring.index(stage)._reinterpret(dtype, [2, OWN_UNIT, D], SHARED).index(GROUP)
             acc = warpgroup_mma(p_own, own, acc, is_async=True)
             acc, p_own = warpgroup_mma_wait(0, deps=[acc, p_own])
@@ -326,10 +369,10 @@ def _compute(
             total = gl.convert_layout(own_total, ROWS_S)
         else:
             mbarrier.arrive(q_empty.index(GROUP), count=1)
-            acc = acc * gl.convert_layout(alpha, ROWS_O)[:, None]
+            acc = _rescale(acc, alpha)
             acc = warpgroup_mma(p, ring.index(stage), acc, is_async=True)
             acc, p = warpgroup_mma_wait(0, deps=[acc, p])
-        mbarrier.arrive(empty.index(stage), count=1)
+        _release(empty.index(stage))
         place += 1
 
         live = slot >= 0
@@ -387,7 +430,7 @@ def beam_attention_hopper_kernel(
     q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
+        mbarrier.init(empty.index(i), count=2 * 32 * gl.num_warps())
         mbarrier.init(granted.index(i), count=1)
     for i in gl.static_range(2):
         mbarrier.init(q_full.index(i), count=1)
