@@ -24,7 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 ROWS = gl.constexpr(64)
 # Row tiles that share columns of the weight, one tile after the other, before the next columns come.
-BAND = gl.constexpr(16)
+BAND = gl.constexpr(20)
 # Steps by which the second warpgroup begins later.
 SKEW = gl.constexpr(2)
 # What becomes of a product: it is the result; its halves become silu(left) * right; it is added to a residual.
