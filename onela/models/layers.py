@@ -244,11 +244,16 @@ class Attention(FusedLinear):
         Returns:
             What `out` reads, [T or B, HQ * head_dim].
         """
-        if rows is None:
+        k_cache, v_cache = state.prompts.cache(self.layer)
+        tables = inputs.tables if rows is None and self.rounding.least else None
+        if rows is not None:
+            q, k, v, gate = self._project_rows(x, rope, rows)
+        elif tables is None:
             q, k, v, gate = self._project(x, rope)
         else:
-            q, k, v, gate = self._project_rows(x, rope, rows)
-        k_cache, v_cache = state.prompts.cache(self.layer)
+            q, k, v, gate = self._project(
+                x, rope, k_cache=k_cache, v_cache=v_cache, page_rows=tables.page_rows
+            )
         o = self.rounding.prefill_attention(
             q,
             k,
@@ -260,6 +265,7 @@ class Attention(FusedLinear):
             cu_seqlens=inputs.cu_seqlens,
             prompts=inputs.prompts,
             last_only=rows is not None,
+            kept=tables is not None,
             tables=inputs.tables,
         )
         return self._gated(o, gate)
@@ -290,14 +296,19 @@ class Attention(FusedLinear):
     def fuse(self) -> None:
         self.fuse_linear([self.q_proj, self.k_proj, self.v_proj])
 
-    def _project(self, x: Rows, rope: Rope) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """q [T, HQ, D], k and v [T, HKV, D], and the gate [T, HQ, D] if there is one; of x [T, hidden_size]."""
+    def _project(self, x: Rows, rope: Rope, **pages: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """q [T, HQ, D], k and v [T, HKV, D], and the gate [T, HQ, D] if there is one; of x [T, hidden_size].
+
+        Args:
+            pages: where k and v go besides, as `qk_norm_rotary` takes it.
+        """
         T = x.shape[0]
         q, k, v = self.split_linear(x, [self.q_proj, self.k_proj, self.v_proj])
         gate = None
         if self.gated:
             q, gate = q.view(T, self.num_heads, 2 * self.head_dim).chunk(2, dim=-1)
         cos, sin = rope
+        v = v.reshape(T, self.num_kv_heads, self.head_dim)
         q, k = self.rounding.qk_norm_rotary(
             q.reshape(T, self.num_heads, self.head_dim),
             k.reshape(T, self.num_kv_heads, self.head_dim),
@@ -307,8 +318,12 @@ class Attention(FusedLinear):
             sin=sin,
             eps=self.q_norm.eps,
             zero_centered=self.q_norm.zero_centered,
+            # Beside their gates heads would lie apart.
+            in_place=not self.gated,
+            v=v,
+            **pages,
         )
-        return q, k, v.reshape(T, self.num_kv_heads, self.head_dim), gate
+        return q, k, v, gate
 
     def _project_rows(
         self, x: FinishedRows, rope: Rope, rows: Tensor

@@ -46,9 +46,9 @@ KERNELS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "swiglu_kernel": ("norm.kernels", 4, {}, {"BLOCK": 4096}),
     "sigmoid_gate_kernel": ("norm.kernels", 4, {}, ROW | {"OVERLAP": False}),
     "qk_norm_rotary_kernel": (
-        "norm.qk_kernel", 4, {"eps": "fp32"},
+        "norm.qk_kernel", 4, {"eps": "fp32", "p_page_rows": "*i32"},
         {"HQ": 8, "HKV": 2, "D": 256, "HALF": 32, "BLOCK_D": 256, "BLOCK_Q": 8, "BLOCK_K": 2, "CENTERED": True}
-        | {"OVERLAP": False},
+        | {"PAGES": True, "OVERLAP": False},
     ),
     "short_conv_step_kernel": (
         "short_conv.kernels", 4, CONV_INDEX, {"KERNEL": 4, "MAX_DEPTH": 3, "BLOCK_C": 1024, "BLOCK_B": 16}

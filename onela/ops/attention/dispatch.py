@@ -80,6 +80,7 @@ def prefill_attention(
     prompts: Tensor,
     scale: float | None = None,
     last_only: bool = False,
+    kept: bool = False,
     tables: PrefillTables | None = None,
 ) -> Tensor:
     """`prefill_attention_ref`; with tables on a GPU and 16-bit rows, by the packed attention that torch brings.
@@ -100,6 +101,7 @@ def prefill_attention(
                 page_table=page_table,
                 scale=scale,
                 last_only=last_only,
+                kept=kept,
                 tables=tables,
             )
     return prefill_attention_ref(
@@ -112,5 +114,6 @@ def prefill_attention(
         prompts=prompts,
         scale=scale,
         last_only=last_only,
+        kept=kept,
         tables=tables,
     )

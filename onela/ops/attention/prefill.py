@@ -54,6 +54,7 @@ def prefill_attention_packed(
     page_table: Tensor,
     scale: float | None = None,
     last_only: bool = False,
+    kept: bool = False,
     tables: PrefillTables,
 ) -> Tensor:
     """`prefill_attention_ref`'s contract on a GPU, for 16-bit rows.
@@ -63,7 +64,7 @@ def prefill_attention_packed(
     Returns:
         o: as q.
 
-    Writes: k_cache and v_cache at the new tokens' places.
+    Writes: k_cache and v_cache at the new tokens' places, unless they are kept there already.
     Layout: rows of q, k and v may be strided, the heads of a row adjoin; k_cache and v_cache are contiguous.
     Padding: the last sequence of the tables is computed and its keys go nowhere.
     Numerics: fp32 scores and softmax, weights rounded to q's dtype.
@@ -77,7 +78,8 @@ def prefill_attention_packed(
     check_float("v_cache", v_cache, *k_cache.shape)
     check_index("page_rows", tables.page_rows, T)
     q, k, v = (x if x.stride(-1) == 1 and x.stride(1) == D else x.contiguous() for x in (q, k, v))
-    write_pages(k, v, k_cache, v_cache, tables)
+    if not kept:
+        write_pages(k, v, k_cache, v_cache, tables)
     scale = D**-0.5 if scale is None else scale
     if tables.goes_on:
         return pages_attention(q, k_cache, v_cache, page_table, tables, scale, last_only=last_only)

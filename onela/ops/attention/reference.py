@@ -122,6 +122,7 @@ def prefill_attention_ref(
     prompts: Tensor,
     scale: float | None = None,
     last_only: bool = False,
+    kept: bool = False,
     tables: PrefillTables | None = None,
 ) -> Tensor:
     """Causal attention of packed prompts, each after what its pages already hold; writes the new keys into the pages.
@@ -134,6 +135,7 @@ def prefill_attention_ref(
         cu_seqlens: [B+1] int32, new tokens of each sequence; prompts: [B] int32, its row of the page table, or PAD.
         scale: None means `D**-0.5`.
         last_only: q is the last token of each sequence, [B, HQ, D]; or of the first ones, and the rest asks nothing.
+        kept: k and v are in their pages already; not read here: to write them again changes nothing.
         tables: the prompts on the device, for a kernel; not read here.
     Returns:
         o: as q, in q's dtype. The row of a sequence without new tokens means nothing.

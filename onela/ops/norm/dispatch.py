@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -66,14 +68,32 @@ def qk_norm_rotary(
     sin: Tensor,
     eps: float,
     zero_centered: bool = True,
+    in_place: bool = False,
+    v: Tensor | None = None,
+    k_cache: Tensor | None = None,
+    v_cache: Tensor | None = None,
+    page_rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`qk_norm_rotary_ref`, by its kernel on a GPU. Same arguments, results and errors."""
-    weights = {"q_weight": q_weight, "k_weight": k_weight}
-    if _readable(q, None) and _readable(k, None) and q.dim() == 3 and q.dtype == k.dtype:
+    options: dict[str, Any] = {
+        "q_weight": q_weight,
+        "k_weight": k_weight,
+        "cos": cos,
+        "sin": sin,
+        "eps": eps,
+        "zero_centered": zero_centered,
+        "in_place": in_place,
+        "v": v,
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "page_rows": page_rows,
+    }
+    whole = q.shape[-1] % (2 * cos.shape[-1]) == 0
+    if whole and _readable(q, None) and _readable(k, v) and q.dim() == 3 and q.dtype == k.dtype:
         from onela.ops.norm.qk_kernel import qk_norm_rotary_triton
 
-        return qk_norm_rotary_triton(q, k, **weights, cos=cos, sin=sin, eps=eps, zero_centered=zero_centered)
-    return qk_norm_rotary_ref(q, k, **weights, cos=cos, sin=sin, eps=eps, zero_centered=zero_centered)
+        return qk_norm_rotary_triton(q, k, **options)
+    return qk_norm_rotary_ref(q, k, **options)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

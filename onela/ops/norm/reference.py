@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from onela.errors import ShapeError
+from onela.ops._checks import check_float, check_index
 from onela.ops._dtypes import compute_dtype
 
 
@@ -96,6 +98,11 @@ def qk_norm_rotary_ref(
     sin: Tensor,
     eps: float,
     zero_centered: bool = True,
+    in_place: bool = False,
+    v: Tensor | None = None,
+    k_cache: Tensor | None = None,
+    v_cache: Tensor | None = None,
+    page_rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Norm every head of q and k, then rotate its first `R` dimensions: `rotary(rms_norm(x))`.
 
@@ -104,14 +111,59 @@ def qk_norm_rotary_ref(
         q_weight, k_weight: [D].
         cos, sin: [T, R/2] fp32.
         eps, zero_centered: as in `rms_norm_ref`.
+        in_place: put the results where q and k are.
+        v: [T, HKV, D]; k_cache, v_cache: [pages, page_size, HKV, D], contiguous; page_rows: [T] int32, the row
+            `page * page_size + place` of the caches where a row's new keys and its values go; None: nowhere.
     Returns:
         q, k: as given.
 
+    Writes: q and k when `in_place`; the caches' `page_rows`.
+    Padding: keys and values of a row whose page row is -1 go nowhere.
+    Aliasing: no two rows have the same page row.
     Numerics: as in `rms_norm_ref` and `rotary_ref`.
+    Raises: ShapeError, DtypeError.
     """
-    q = rms_norm_ref(q, q_weight, eps=eps, zero_centered=zero_centered)
-    k = rms_norm_ref(k, k_weight, eps=eps, zero_centered=zero_centered)
-    return rotary_ref(q, cos, sin), rotary_ref(k, cos, sin)
+    check_qk(q, k, q_weight, k_weight, cos, sin, v, k_cache, v_cache, page_rows)
+    q_out = rotary_ref(rms_norm_ref(q, q_weight, eps=eps, zero_centered=zero_centered), cos, sin)
+    k_out = rotary_ref(rms_norm_ref(k, k_weight, eps=eps, zero_centered=zero_centered), cos, sin)
+    if in_place:
+        q_out, k_out = q.copy_(q_out), k.copy_(k_out)
+    if page_rows is not None:
+        assert v is not None
+        kept = page_rows >= 0
+        for rows, cache in ((k_out, k_cache), (v, v_cache)):
+            assert cache is not None
+            cache.view(-1, *k.shape[1:])[page_rows[kept].long()] = rows[kept].to(cache.dtype)
+    return q_out, k_out
+
+
+def check_qk(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    v: Tensor | None,
+    k_cache: Tensor | None,
+    v_cache: Tensor | None,
+    page_rows: Tensor | None,
+) -> None:
+    """Raise `ShapeError` or `DtypeError` unless the arguments of `qk_norm_rotary` fit each other."""
+    T, _, D = q.shape
+    check_float("k", k, T, None, D)
+    check_float("q_weight", q_weight, D)
+    check_float("k_weight", k_weight, D)
+    check_float("cos", cos, T, None)
+    check_float("sin", sin, *cos.shape)
+    if page_rows is None:
+        return
+    check_index("page_rows", page_rows, T)
+    if v is None or k_cache is None or v_cache is None:
+        raise ShapeError("v, k_cache, v_cache: none may be missing when page_rows are given")
+    check_float("v", v, *k.shape)
+    check_float("k_cache", k_cache, None, None, *k.shape[1:])
+    check_float("v_cache", v_cache, *k_cache.shape)
 
 
 def swiglu_ref(gate_up: Tensor) -> Tensor:
