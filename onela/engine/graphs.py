@@ -344,6 +344,8 @@ class PrefillGraphs(ForwardGraphs[PrefillShape, PrefillBuffers]):
         return shape.num_prompts, shape.rectangle, shape.goes_on
 
     def make_buffers(self, shape: PrefillShape) -> PrefillBuffers:
+        # Whoever reads the pool's tables brings them to the device: nothing may be left to bring during a capture.
+        self.prompts.flush()
         return PrefillBuffers(shape, self.prompts, self.device)
 
     def forward_over(self, shape: PrefillShape, buffers: PrefillBuffers) -> Callable[[], Tensor]:
@@ -353,12 +355,14 @@ class PrefillGraphs(ForwardGraphs[PrefillShape, PrefillBuffers]):
     def run(self, chunks: Sequence[PrefillChunk]) -> Tensor | None:
         """The last hidden row of each chunk [B, hidden_size], which the next run overwrites; None: see `find`.
 
-        A forward reads the pool's tables as they are on the device, where what has changed in them is brought first.
+        Where prompts go on, it reads the pool's tables as they are on the device, and what has changed in them is
+        brought first; otherwise that can wait until the device is at work.
         """
-        self.prompts.flush()
         found = self.find_padded(exact_shape(chunks))
         if found is None or found.hidden is None:
             return None
+        if found.buffers.shape.goes_on:
+            self.prompts.flush()
         found.buffers.fill(chunks)
         found.graph.replay()
         return found.hidden[: len(chunks)]

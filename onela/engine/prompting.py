@@ -69,11 +69,12 @@ class PromptEncoder:
     def encode(self, request: Request) -> np.ndarray[Any, np.dtype[np.int32]]:
         """The prompt's tokens, [length] int32. Raises `RequestError` that names the field."""
         if request.prompt_token_ids is not None:
+            given = request.prompt_token_ids
             try:
-                tokens = list(request.prompt_token_ids)
+                tokens = given if isinstance(given, (list, tuple)) else list(given)
             except TypeError:
                 raise RequestError(
-                    "prompt_token_ids", "a list of whole numbers is expected", value=request.prompt_token_ids
+                    "prompt_token_ids", "a list of whole numbers is expected", value=given
                 ) from None
             return self._array("prompt_token_ids", tokens)
         if request.messages is not None:
@@ -145,7 +146,7 @@ class PromptEncoder:
             raise RequestError(field, "this engine has no tokenizer; give prompt_token_ids")
         return self.tokenizer
 
-    def _array(self, field: str, tokens: list[Any]) -> np.ndarray[Any, np.dtype[np.int32]]:
+    def _array(self, field: str, tokens: Sequence[Any]) -> np.ndarray[Any, np.dtype[np.int32]]:
         """The tokens as integers within the vocabulary that lie side by side."""
         if not tokens:
             raise RequestError(field, "at least one token is needed", value=[])
@@ -159,7 +160,7 @@ class PromptEncoder:
         assert array is not None, "tokens within the vocabulary are int32"
         return array
 
-    def _name_unusable(self, field: str, tokens: list[Any]) -> None:
+    def _name_unusable(self, field: str, tokens: Sequence[Any]) -> None:
         """Raise `RequestError` for the first token that is no whole number or lies outside the vocabulary."""
         for place, token in enumerate(tokens):
             try:

@@ -70,10 +70,7 @@ def make_result(request: ActiveRequest, beams: HostBeams, vocabulary: SidVocabul
     num_legal = len(order)
     order = order[: request.asked]
     length = codes.shape[1]
-    # A prefix has fewer levels than the vocabulary, so the levels are looked up one by one.
-    levels = list(enumerate(codes[order].T))
-    sids = _tuples([vocabulary.codes(level, column) for level, column in levels])
-    tokens = _tuples([vocabulary.token_ids(level, column) for level, column in levels])
+    sids, tokens = vocabulary.rows(codes[order])
     logprobs: list[Any] = [None] * len(order)
     if request.request.logprobs:
         logprobs = _tuples(list(np.diff(paths[order], axis=1, prepend=np.float32(0)).T))

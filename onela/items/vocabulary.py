@@ -46,6 +46,9 @@ class SidVocabulary:
     _by_string: dict[str, tuple[int, int]] = field(init=False)
     _by_code: tuple[dict[int, str], ...] = field(init=False)
     _by_token_id: tuple[tuple[np.ndarray, np.ndarray], ...] = field(init=False)
+    # Codes and token ids of all levels, one level after the other, and where each begins.
+    _flat: tuple[np.ndarray, np.ndarray] = field(init=False)
+    _starts: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
         _check_ids(self._token_ids, self._strings)
@@ -62,6 +65,10 @@ class SidVocabulary:
         object.__setattr__(
             self, "_by_token_id", tuple((ids[order], order) for ids, order in zip(self._token_ids, orders))
         )
+
+        flat = np.concatenate(self._codes), np.concatenate(self._token_ids)
+        object.__setattr__(self, "_flat", flat)
+        object.__setattr__(self, "_starts", np.cumsum([0, *self.codebook_sizes[:-1]]))
 
     # ---- constructors
 
@@ -187,6 +194,16 @@ class SidVocabulary:
     def token_strings(self, level: int) -> tuple[str, ...] | None:
         """Token strings of a level in code order; None when the vocabulary was built from bare token ids."""
         return None if self._strings is None else self._strings[self._level(level)]
+
+    def rows(self, indices: np.ndarray) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+        """The published codes and the token ids of many SIDs, or of prefixes of them, a tuple for each.
+
+        Args:
+            indices: [M, length] integers within the codebooks, of the first `length` levels.
+        """
+        places = indices + self._starts[: indices.shape[1]]
+        codes, token_ids = (list(zip(*flat[places].T.tolist())) for flat in self._flat)
+        return codes, token_ids
 
     # ---- code <-> index <-> token id, vectorised
 

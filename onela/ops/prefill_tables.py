@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -153,10 +154,8 @@ class TableLayout:
         host = torch.empty(self.size, dtype=torch.int32, pin_memory=pin)
         numbers = host.numpy()
         numbers[:] = 0
-        token_ids, positions, page_rows = (
-            self.part(numbers, name) for name in ("token_ids", "positions", "page_rows")
-        )
-        page_rows[:] = -1
+        part = {name: numbers[start:end] for name, (start, end) in self.places.items()}
+        part["page_rows"][:] = -1
         # Which prompt each sequence is (None: padding), and its new tokens.
         used: list[NewTokens | None] = [*prompts, *[None] * (shape.num_prompts - len(prompts))]
         counts = [0 if prompt is None else len(prompt.token_ids) for prompt in used]
@@ -165,34 +164,33 @@ class TableLayout:
             lengths = [n for count in counts for n in (count, shape.longest - count)]
         else:
             sequences, lengths = [*used, None], [*counts, shape.num_tokens - sum(counts)]
-        cu_seqlens = np.cumsum([0, *lengths])
-        cached = [0 if prompt is None else prompt.cached for prompt in sequences]
-        places = self.part(numbers, "prompts")
-        places[:] = [-1 if prompt is None else prompt.place for prompt in sequences]
-        of_page = np.arange(page_size, dtype=np.int32)
-        asked = []
-        for row, prompt in zip(cu_seqlens.tolist(), sequences):
-            if prompt is None:
-                continue
-            rows = slice(row, row + len(prompt.token_ids))
-            end = prompt.cached + len(prompt.token_ids)
-            token_ids[rows] = prompt.token_ids
-            positions[rows] = np.arange(prompt.cached, end, dtype=np.int32)
-            if len(prompt.pages):
-                # The rows of every page that new tokens lie on, one page after the other.
-                first = prompt.cached // page_size
-                pages = np.asarray(prompt.pages[first : -(-end // page_size)], dtype=np.int32)
-                on_pages = (pages[:, None] * page_size + of_page).reshape(-1)
-                page_rows[rows] = on_pages[prompt.cached - first * page_size : end - first * page_size]
-            asked.append(max(rows.stop - 1, 0))
-        self.part(numbers, "last_rows")[: len(asked)] = asked
-        self.part(numbers, "cu_seqlens")[:] = cu_seqlens
-        self.part(numbers, "cached_lens")[:] = cached
-        num_chunks = -(-np.asarray(lengths) // CHUNK)
-        starts = np.cumsum([0, *num_chunks])
-        self.part(numbers, "chunk_starts")[:] = starts
-        chunks = self.part(numbers, "chunks").reshape(-1, 2)
+        part["cu_seqlens"][:] = list(accumulate(lengths, initial=0))
+        part["prompts"][:] = [-1 if prompt is None else prompt.place for prompt in sequences]
+        part["cached_lens"][:] = [0 if prompt is None else prompt.cached for prompt in sequences]
+        starts = list(accumulate((-(-length // CHUNK) for length in lengths), initial=0))
+        part["chunk_starts"][:] = starts
+        chunks = part["chunks"].reshape(-1, 2)
         chunks[:] = (len(sequences) - 1, BEHIND)
-        chunks[: starts[-1], 0] = np.repeat(np.arange(len(sequences)), num_chunks)
-        chunks[: starts[-1], 1] = np.arange(starts[-1]) - np.repeat(starts[:-1], num_chunks)
+        ends = (prompt.cached + len(prompt.token_ids) for prompt in prompts)
+        counting = np.arange(max(page_size, starts[-1], *ends), dtype=np.int32)
+        row, asked = 0, []
+        for i, (prompt, length) in enumerate(zip(sequences, lengths)):
+            if length:
+                of_sequence = chunks[starts[i] : starts[i + 1]]
+                of_sequence[:, 0] = i
+                of_sequence[:, 1] = counting[: len(of_sequence)]
+            if prompt is not None:
+                end = prompt.cached + length
+                rows = slice(row, row + length)
+                part["token_ids"][rows] = prompt.token_ids
+                part["positions"][rows] = counting[prompt.cached : end]
+                if len(prompt.pages):
+                    # The rows of every page that new tokens lie on, one page after the other.
+                    first = prompt.cached // page_size
+                    pages = np.array(prompt.pages[first : -(-end // page_size)], dtype=np.int32)
+                    on_pages = np.add.outer(pages * page_size, counting[:page_size]).reshape(-1)
+                    part["page_rows"][rows] = on_pages[prompt.cached - first * page_size :][:length]
+                asked.append(max(row + length - 1, 0))
+            row += length
+        part["last_rows"][: len(asked)] = asked
         return host

@@ -274,6 +274,19 @@ def test_directions_are_inverse(codes: list[list[int]], data: st.DataObject) -> 
     assert [sorted(c)[i] for c, i in zip(codes, indices[0])] == sids[0].tolist()
 
 
+@pytest.mark.parametrize("count", [0, 1, 20])
+def test_rows_are_the_codes_and_tokens_of_sids_and_of_prefixes(count: int) -> None:
+    vocabulary = SidVocabulary.from_token_ids([[40, 10, 30], [7, 5, 2, 9]], codes=[[5, 1, 3], [0, 8, 4, 2]])
+    chance = np.random.default_rng(0)
+    indices = np.stack([chance.integers(0, size, count) for size in (3, 4)], axis=1).astype(np.int32)
+    codes, tokens = vocabulary.rows(indices)
+    assert codes == [tuple(row) for row in vocabulary.decode(indices).tolist()]
+    assert tokens == [tuple(row) for row in vocabulary.decode_tokens(indices).tolist()]
+    codes, tokens = vocabulary.rows(indices[:, :1])
+    assert codes == [(code,) for code in vocabulary.codes(0, indices[:, 0]).tolist()]
+    assert tokens == [(token,) for token in vocabulary.token_ids(0, indices[:, 0]).tolist()]
+
+
 def test_unknown_codes_and_tokens() -> None:
     vocabulary = SidVocabulary.from_token_ids([[7, 5, 9], [1, 2, 3]], codes=[[0, 1, 2], [0, 4, 8]])
     sids = [[0, 4], [3, 4], [-1, 8], [1, 5], [2, 100]]
