@@ -29,6 +29,7 @@ PAIRS = [
     ("onela.ops.norm", "swiglu"),
     ("onela.ops.linear", "normed_linear"),
     ("onela.ops.linear", "added_linear"),
+    ("onela.ops.linear", "heads_linear"),
     ("onela.ops.linear", "quantize_rows"),
     ("onela.ops.linear", "float8_linear"),
     ("onela.ops.linear", "linear_swiglu"),

@@ -19,7 +19,15 @@ from onela.models.quantized import (
 )
 from onela.models.rounding import Rounded
 from onela.ops.gated_delta import gated_delta_layer_prefill
-from onela.ops.linear import added_linear, has_added, linear_swiglu, rms_norm_float8, swiglu_float8
+from onela.ops.linear import (
+    added_linear,
+    has_added,
+    has_heads,
+    heads_linear,
+    linear_swiglu,
+    rms_norm_float8,
+    swiglu_float8,
+)
 from onela.state import DecodeState, GatedDeltaWeights, PrefillInputs, StepInputs
 
 Rope = tuple[Tensor, Tensor]
@@ -277,7 +285,7 @@ class Attention(FusedLinear):
 
     def decode(self, x: Rows, rope: Rope, inputs: StepInputs, state: DecodeState) -> Tensor:
         """Attention of one token per beam: x [N, hidden_size] -> what `out` reads, [N, HQ * head_dim]."""
-        q, k, v, gate = self._project(x, rope)
+        q, k, v, gate = self._project_heads(x, rope) or self._project(x, rope)
         k_cache, v_cache = state.prompts.cache(self.layer)
         o = self.rounding.beam_attention(
             q,
@@ -324,6 +332,33 @@ class Attention(FusedLinear):
             **pages,
         )
         return q, k, v, gate
+
+    def _project_heads(self, x: Rows, rope: Rope) -> tuple[Tensor, Tensor, Tensor, Tensor | None] | None:
+        """As `_project`, in one launch; None where there is no kernel for it."""
+        values, squares, squares_eps = x, None, 0.0
+        if isinstance(x, UnfinishedRows):
+            values, squares, squares_eps = x.values, x.squares, x.eps
+        cos, sin = rope
+        if not (
+            isinstance(self.fused, Tensor)
+            and isinstance(values, Tensor)
+            and has_heads(values, self.fused, self.q_norm.weight, cos)
+        ):
+            return None
+        return heads_linear(
+            values,
+            self.fused,
+            q_weight=self.q_norm.weight,
+            k_weight=self.k_norm.weight,
+            cos=cos,
+            sin=sin,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            eps=self.q_norm.eps,
+            zero_centered=self.q_norm.zero_centered,
+            squares=squares,
+            squares_eps=squares_eps,
+        )
 
     def _project_rows(
         self, x: FinishedRows, rope: Rope, rows: Tensor

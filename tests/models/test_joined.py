@@ -39,6 +39,8 @@ def test_joined_products_change_a_forward_by_rounding_alone(
 
         with monkeypatch.context() as patch:
             patch.setattr(layers, "has_added", has_added)
+            if not joined:
+                patch.setattr(layers, "has_heads", lambda *given: False)
             model = random_model(shape, torch.bfloat16, torch.device("cuda"))
             engine = engine_of(model, vocabulary_of(3, 512), "replay", cuda_graphs=False)
             start(engine, 2, 50, BeamParams(beam_width=100))

@@ -27,8 +27,9 @@ ROWS = gl.constexpr(64)
 BAND = gl.constexpr(20)
 # Steps by which the second warpgroup begins later.
 SKEW = gl.constexpr(2)
-# What becomes of a product: it is the result; its halves become silu(left) * right; it is added to a residual.
-PLAIN, GATED, ADDED = (gl.constexpr(i) for i in range(3))
+# What becomes of a product: it is the result; its halves become silu(left) * right; it is added to a residual; its
+# tiles are heads, of which those of queries and keys are normed and rotated.
+PLAIN, GATED, ADDED, HEADS = (gl.constexpr(i) for i in range(4))
 
 
 @gluon.jit
@@ -139,6 +140,80 @@ def _add(o_desc, out, value, before, rest, row, column, N, LOADED: gl.constexpr,
 
 
 @gluon.jit
+def _halves(x):
+    """The left and the right half of 64 rows. Nothing moves: a thread holds the same columns of both."""
+    return x.reshape((ROWS, 2, x.shape[1] // 2)).permute((0, 2, 1)).split()
+
+
+@gluon.jit
+def _side_by_side(left, right):
+    """What `_halves` took apart."""
+    return gl.join(left, right).permute((0, 2, 1)).reshape((ROWS, 2 * left.shape[1]))
+
+
+@gluon.jit
+def _first_lines(x, HALF: gl.constexpr):
+    """The first HALF columns of 64 rows, as `_turn` has them."""
+    left, _right = _halves(x)
+    if left.shape[1] == HALF:
+        first = left
+    else:
+        first = _first_lines(left, HALF)
+    return first
+
+
+@gluon.jit
+def _turn(x, cos, sin):
+    """Rotate pairs (i, i + HALF) of the first columns, as many as there are angles for; the others stay."""
+    left, right = _halves(x)
+    if left.shape[1] == cos.shape[1]:
+        turned = _side_by_side(left * cos - right * sin, right * cos + left * sin)
+    else:
+        left = gl.convert_layout(_turn(left, cos, sin), right.type.layout, assert_trivial=True)
+        turned = _side_by_side(left, right)
+    return turned
+
+
+@gluon.jit
+def _angles(heads, like, row, N):
+    """Cosines and sines of 64 rows."""
+    _p_q_norm, _p_k_norm, p_cos, p_sin, _eps = heads
+    LAYOUT: gl.constexpr = like.type.layout
+    HALF: gl.constexpr = like.shape[1]
+    o_m = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    at = (o_m * HALF)[:, None] + gl.arange(0, HALF, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    mask = (o_m < N)[:, None]
+    return gl.load(p_cos + at, mask=mask, other=0.0), gl.load(p_sin + at, mask=mask, other=0.0)
+
+
+@gluon.jit
+def _norm_and_turn(acc, angles, heads, i_n, KIND: gl.constexpr, CENTERED: gl.constexpr, dtype: gl.constexpr):
+    """Norm and rotate 64 rows of a query or key head; gates and values stay. Also where the head's columns belong."""
+    p_q_norm, p_k_norm, _p_cos, _p_sin, eps = heads
+    NUM_Q: gl.constexpr = KIND[0]
+    NUM_K: gl.constexpr = KIND[1]
+    MMA: gl.constexpr = acc.type.layout
+    EACH: gl.constexpr = 1 + KIND[2]
+    BEFORE_K: gl.constexpr = NUM_Q * EACH
+    is_q = (i_n < BEFORE_K) & (i_n % EACH == 0)
+    is_k = (i_n >= BEFORE_K) & (i_n < BEFORE_K + NUM_K)
+    if is_q | is_k:
+        cos, sin = angles
+        o_n = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, MMA))
+        factor = gl.load(gl.where(is_q, p_q_norm, p_k_norm) + o_n).to(gl.float32)
+        if CENTERED:
+            factor += 1.0
+        scale = gl.rsqrt(gl.sum(acc * acc, 1) / acc.shape[1] + eps)
+        acc = acc * scale[:, None] * factor[None, :]
+        # As the rotated rows' dtype has the angles.
+        acc = _turn(acc, cos.to(dtype).to(gl.float32), sin.to(dtype).to(gl.float32))
+        acc = gl.convert_layout(acc, MMA, assert_trivial=True)
+    if EACH == 2:
+        i_n = gl.where(i_n < BEFORE_K, i_n // 2 + (i_n % 2) * NUM_Q, i_n)
+    return acc, i_n
+
+
+@gluon.jit
 def _finish(
     o_desc, out, acc, before, rest, row, i_n, N, BN: gl.constexpr, MODE: gl.constexpr, LOADED: gl.constexpr,
     CENTERED: gl.constexpr,
@@ -155,7 +230,7 @@ def _finish(
             squares += _add(o_desc, out, right, before, rest, row, i_n * BN + BO, N, False, CENTERED)
         o_m = row + gl.arange(0, ROWS, layout=squares.type.layout)
         gl.store(p_squares + i_n * N + o_m, squares, mask=o_m < N)
-    elif MODE == PLAIN and BO == BN:
+    elif MODE != GATED and BO == BN:
         _send(o_desc, out, acc, row, i_n * BN)
     else:
         left, right = acc.reshape((ROWS, 2, BN // 2)).permute((0, 2, 1)).split()
@@ -168,8 +243,8 @@ def _finish(
 
 @gluon.jit
 def _multiply(
-    o_desc, rest, shared, staging, sizes, GROUP: gl.constexpr, MODE: gl.constexpr, PARTS: gl.constexpr,
-    CENTERED: gl.constexpr,
+    o_desc, rest, heads, shared, staging, sizes, GROUP: gl.constexpr, MODE: gl.constexpr, PARTS: gl.constexpr,
+    CENTERED: gl.constexpr, KIND: gl.constexpr,
 ):  # fmt: skip
     """One of the warpgroups that multiply: 64 rows of every tile."""
     _p_h, _p_norm, _p_squares, p_sums, _stride_h, width, eps = rest
@@ -184,6 +259,8 @@ def _multiply(
     out = staging.index(GROUP)
     # What a tile is added to is asked for before its sum begins, where there are registers for both.
     LOADED: gl.constexpr = MODE == ADDED and out.shape[1] == BN
+    if MODE == HEADS:
+        like = _first_lines(zeros, KIND[3])
     o_m = gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA))
     gdc_wait()
     skew = gl.minimum(num_k - 1, SKEW)
@@ -202,6 +279,8 @@ def _multiply(
         if LOADED:
             at, mask = _residual(rest, row, i_n * BN, N, BN, MMA)
             before = gl.load(at, mask=mask, other=0.0)
+        if MODE == HEADS:
+            before = _angles(heads, like, row, N)
         stage = place % STAGES
         mbarrier.wait(full.index(stage), (place // STAGES) & 1)
         acc = warpgroup_mma(
@@ -227,15 +306,17 @@ def _multiply(
         mbarrier.arrive(empty.index(stage), count=1)
         if PARTS > 0:
             acc = acc * scale[:, None]
+        if MODE == HEADS:
+            acc, i_n = _norm_and_turn(acc, before, heads, i_n, KIND, CENTERED, out.dtype)
         _finish(o_desc, out, acc, before, rest, row, i_n, N, BN, MODE, LOADED, CENTERED)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["num_m", "num_n", "num_k", "D", "N"])
 def joined_product_hopper_kernel(
-    x_desc, w_desc, o_desc, p_h, p_norm, p_squares, p_sums, num_m, num_n, num_k, D, N, stride_h,
-    width, eps, STAGES: gl.constexpr, MODE: gl.constexpr, PARTS: gl.constexpr, GROUPS: gl.constexpr,
-    BN: gl.constexpr, BO: gl.constexpr, CENTERED: gl.constexpr, REGISTERS: gl.constexpr,
+    x_desc, w_desc, o_desc, p_h, p_norm, p_squares, p_sums, p_q_norm, p_k_norm, p_cos, p_sin, num_m, num_n, num_k, D, N,
+    stride_h, width, eps, head_eps, STAGES: gl.constexpr, MODE: gl.constexpr, PARTS: gl.constexpr, GROUPS: gl.constexpr,
+    BN: gl.constexpr, BO: gl.constexpr, CENTERED: gl.constexpr, REGISTERS: gl.constexpr, KIND: gl.constexpr,
 ):  # fmt: skip
     """As many programs as stay on the device at once; each takes every so-many-th tile of the result."""
     dtype: gl.constexpr = x_desc.dtype
@@ -254,16 +335,17 @@ def joined_product_hopper_kernel(
     shared = (ring_x, ring_w, full, empty, begun)
     sizes = (num_m, num_n, num_k, D, N)
     rest = (p_h, p_norm, p_squares, p_sums, stride_h, width, eps)
+    heads = (p_q_norm, p_k_norm, p_cos, p_sin, head_eps)
     if GROUPS == 2:
         gl.warp_specialize(
             [
                 (
                     _multiply,
-                    (o_desc, rest, shared, staging, sizes, 0, MODE, PARTS, CENTERED),
+                    (o_desc, rest, heads, shared, staging, sizes, 0, MODE, PARTS, CENTERED, KIND),
                 ),
                 (
                     _multiply,
-                    (o_desc, rest, shared, staging, sizes, 1, MODE, PARTS, CENTERED),
+                    (o_desc, rest, heads, shared, staging, sizes, 1, MODE, PARTS, CENTERED, KIND),
                 ),
                 (_bring, ((x_desc, w_desc), shared, sizes, MODE)),
             ],
@@ -275,7 +357,7 @@ def joined_product_hopper_kernel(
             [
                 (
                     _multiply,
-                    (o_desc, rest, shared, staging, sizes, 0, MODE, PARTS, CENTERED),
+                    (o_desc, rest, heads, shared, staging, sizes, 0, MODE, PARTS, CENTERED, KIND),
                 ),
                 (_bring, ((x_desc, w_desc), shared, sizes, MODE)),
             ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,7 @@ from onela.ops._device import has_wgmma
 from onela.ops.linear.reference import (
     added_linear_ref,
     float8_linear_ref,
+    heads_linear_ref,
     normed_linear_ref,
     quantize_rows_ref,
     rms_norm_float8_ref,
@@ -22,6 +25,8 @@ JOINED_ROWS = 128
 """Fewer rows do not fill a tile."""
 ADDED_ROWS, LONG_SUM = 512, 4096
 """Of fewer rows and over more columns torch's own product divides the sums, and is faster with the norm behind it."""
+HEADS_ROWS = 2048
+"""With more rows larger tiles, and a launch for norms and rotations, are as fast."""
 ALIGNMENT = 16
 """The scaled product wants rows and columns in multiples of this."""
 
@@ -93,6 +98,56 @@ def added_linear(
         )
     return added_linear_ref(
         x, weight, residual=residual, norm_weight=norm_weight, zero_centered=zero_centered
+    )
+
+
+def heads_linear(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    eps: float,
+    zero_centered: bool = True,
+    squares: Tensor | None = None,
+    squares_eps: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """`heads_linear_ref`, by its kernel where `has_heads` says so.
+
+    Args, Returns, Raises: as in `heads_linear_ref`.
+    Numerics: as in the implementation that runs.
+    """
+    norms = {"q_weight": q_weight, "k_weight": k_weight, "eps": eps, "zero_centered": zero_centered}
+    options: dict[str, Any] = {
+        **norms,
+        "cos": cos,
+        "sin": sin,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "squares": squares,
+        "squares_eps": squares_eps,
+    }
+    if has_heads(x, weight, q_weight, cos):
+        from onela.ops.linear.joined_hopper import heads_linear_hopper
+
+        return heads_linear_hopper(x, weight, **options)
+    return heads_linear_ref(x, weight, **options)
+
+
+def has_heads(x: Tensor, weight: Tensor, q_weight: Tensor, cos: Tensor) -> bool:
+    """Whether `heads_linear` has a kernel for these that is worth its while."""
+    D, half = q_weight.shape[0], cos.shape[1]
+    return (
+        x.shape[0] <= HEADS_ROWS
+        and D in (64, 128, 256)
+        and half > 0
+        and D in (2 * half, 4 * half, 8 * half)
+        and cos.is_contiguous()
+        and has_joined(x, weight)
     )
 
 

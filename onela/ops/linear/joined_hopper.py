@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,9 +15,9 @@ from onela.errors import ShapeError
 from onela.ops._checks import check_float
 from onela.ops._device import multiprocessors
 from onela.ops.linear import _joined_hopper_kernel as kernel
-from onela.ops.linear.reference import check_joined
+from onela.ops.linear.reference import check_heads, check_joined, part_heads
 
-PLAIN, GATED, ADDED = (mode.value for mode in (kernel.PLAIN, kernel.GATED, kernel.ADDED))
+PLAIN, GATED, ADDED, HEADS = (mode.value for mode in (kernel.PLAIN, kernel.GATED, kernel.ADDED, kernel.HEADS))
 DEPTH = 64
 """Columns of a stage."""
 SHARED = 225 << 10
@@ -98,7 +99,44 @@ def added_linear_hopper(
     return o, squares
 
 
-def choose_tile(mode: int, N: int, size: int, D: int, processors: int) -> Tile:
+def heads_linear_hopper(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    eps: float,
+    zero_centered: bool = True,
+    squares: Tensor | None = None,
+    squares_eps: float = 0.0,
+    tile: Tile | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """`heads_linear_ref` in one launch, for what `has_heads` allows. `tile` is picked when it is None.
+
+    Args, Returns, Raises: as in `heads_linear_ref`; cos and sin are contiguous. A tile has the columns of a head.
+    Aliasing: as in `normed_linear_hopper`.
+    Numerics: as in `normed_linear_hopper`; between the sums and the result cosines and sines alone are rounded.
+    """
+    gated = check_heads(x, weight, q_weight, k_weight, cos, sin, num_heads, num_kv_heads, squares)
+    N, head_dim = x.shape[0], q_weight.shape[0]
+    o = x.new_empty(N, weight.shape[0])
+    if tile is None:
+        tiles = tuple(Tile(groups, head_dim) for groups in (1, 2))
+        tile = choose_tile(HEADS, N, o.shape[1], x.shape[1], multiprocessors(x.device), tiles)
+    _launch(
+        HEADS, x, weight, o, tile=tile, squares=squares, eps=squares_eps, zero_centered=zero_centered,
+        heads=(q_weight, k_weight, cos, sin), head_eps=eps, kind=(num_heads, num_kv_heads, int(gated), cos.shape[1]),
+    )  # fmt: skip
+    return part_heads(o.view(N, -1, head_dim), num_heads, num_kv_heads, gated)
+
+
+def choose_tile(
+    mode: int, N: int, size: int, D: int, processors: int, tiles: Sequence[Tile] | None = None
+) -> Tile:
     """The tile with which a product is through first, by the cycles that a multiprocessor spends on its share.
 
     A stage takes as long as the tensor cores need for it, or as shared memory needs to take it in and to give it to
@@ -107,11 +145,13 @@ def choose_tile(mode: int, N: int, size: int, D: int, processors: int) -> Tile:
 
     def cycles(tile: Tile) -> int:
         groups, columns = tile
-        tiles = triton.cdiv(N, 64 * groups) * triton.cdiv(size, columns // (1 + (mode == GATED)))
+        count = triton.cdiv(N, 64 * groups) * triton.cdiv(size, columns // (1 + (mode == GATED)))
         stage = max(2 * groups * columns, 128 * groups + columns * (groups + 1))
-        return triton.cdiv(tiles, processors) * (triton.cdiv(D, DEPTH) * stage + 1500) + 2500
+        return triton.cdiv(count, processors) * (triton.cdiv(D, DEPTH) * stage + 1500) + 2500
 
-    return min((tile for tile in TILES[mode] if mode != ADDED or size % tile.columns == 0), key=cycles)
+    return min(
+        (tile for tile in tiles or TILES[mode] if mode != ADDED or size % tile.columns == 0), key=cycles
+    )
 
 
 def launch_sizes(mode: int, tile: Tile) -> tuple[int, int, int]:
@@ -135,6 +175,9 @@ def _launch(
     norm_weight: Tensor | None = None,
     made: Tensor | None = None,
     zero_centered: bool = False,
+    heads: tuple[Tensor, ...] | None = None,
+    head_eps: float = 0.0,
+    kind: tuple[int, ...] | None = None,
 ) -> None:
     N, D = x.shape
     size = o.shape[1]
@@ -156,9 +199,10 @@ def _launch(
         unused if norm_weight is None else norm_weight,
         unused if made is None else made,
         unused if squares is None else squares,
+        *((unused,) * 4 if heads is None else heads),
         num_m, num_n, triton.cdiv(D, DEPTH), size, N, 0 if residual is None else residual.stride(0), float(D), eps,
-        STAGES=stages, MODE=mode, PARTS=0 if squares is None else squares.shape[0], GROUPS=tile.groups, BN=columns,
-        BO=out, CENTERED=zero_centered, REGISTERS=REGISTERS, num_warps=4, launch_pdl=True,
+        head_eps, STAGES=stages, MODE=mode, PARTS=0 if squares is None else squares.shape[0], GROUPS=tile.groups,
+        BN=columns, BO=out, CENTERED=zero_centered, REGISTERS=REGISTERS, KIND=kind, num_warps=4, launch_pdl=True,
     )  # fmt: skip
 
 

@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onela.errors import DtypeError
+from onela.errors import DtypeError, ShapeError
 from onela.ops._checks import check_float, check_shape
 from onela.ops._dtypes import compute_dtype
-from onela.ops.norm import rms_norm_ref, swiglu_ref
+from onela.ops.norm import qk_norm_rotary_ref, rms_norm_ref, swiglu_ref
 
 FLOAT8 = torch.float8_e4m3fn
 FLOAT8_MAX = 448.0
@@ -134,6 +134,85 @@ def added_linear_ref(
     residual.copy_(wide)
     values = wide * (norm_weight.to(dtype) + (1.0 if zero_centered else 0.0))
     return values.to(x.dtype), wide.square().sum(-1)[None]
+
+
+def heads_linear_ref(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    eps: float,
+    zero_centered: bool = True,
+    squares: Tensor | None = None,
+    squares_eps: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """What attention reads: a linear map to queries, keys and values, then norms and rotations of queries and keys.
+
+    Args:
+        x: [N, K]. weight: [size, K], in x's dtype: rows of the queries' heads, of the keys' and of the values'. It may
+            have as many rows more as queries have: then each query head's are followed by those of its gate.
+        q_weight, k_weight: [D], of the norms. cos, sin: [N, R/2] fp32.
+        num_heads, num_kv_heads: HQ and HKV.
+        eps, zero_centered: as in `rms_norm_ref`, of queries and keys.
+        squares, squares_eps: as `squares` and `eps` in `normed_linear_ref`, of x.
+    Returns:
+        q: [N, HQ, D]. k, v: [N, HKV, D]. gate: [N, HQ, D], or None. All in x's dtype; heads of a row adjoin.
+
+    Numerics: as in `normed_linear_ref`, then as in `qk_norm_rotary_ref`.
+    Raises: ShapeError, DtypeError.
+    """
+    gated = check_heads(x, weight, q_weight, k_weight, cos, sin, num_heads, num_kv_heads, squares)
+    o = normed_linear_ref(x, weight, squares=squares, eps=squares_eps).view(len(x), -1, q_weight.shape[0])
+    if gated:
+        queries, rest = o[:, : 2 * num_heads], o[:, 2 * num_heads :]
+        o = torch.cat([queries[:, ::2], queries[:, 1::2], rest], 1)
+    q, k, v, gate = part_heads(o, num_heads, num_kv_heads, gated)
+    q, k = qk_norm_rotary_ref(
+        q, k, q_weight=q_weight, k_weight=k_weight, cos=cos, sin=sin, eps=eps, zero_centered=zero_centered
+    )
+    return q, k, v, gate
+
+
+def check_heads(
+    x: Tensor,
+    weight: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    squares: Tensor | None,
+) -> bool:
+    """Whether queries have gates. Raises `ShapeError` or `DtypeError` unless all fit each other."""
+    check_joined(x, weight, squares)
+    check_float("q_weight", q_weight, None)
+    D = q_weight.shape[0]
+    check_float("k_weight", k_weight, D)
+    check_float("cos", cos, x.shape[0], None)
+    check_float("sin", sin, *cos.shape)
+    plain = (num_heads + 2 * num_kv_heads) * D
+    gates = weight.shape[0] - plain
+    if gates not in (0, num_heads * D):
+        raise ShapeError(
+            f"weight: expected {plain} rows for {num_heads} query and {num_kv_heads} key heads of {D}, or "
+            f"{plain + num_heads * D} with gates, got {weight.shape[0]}"
+        )
+    return gates > 0
+
+
+def part_heads(
+    heads: Tensor, num_heads: int, num_kv_heads: int, gated: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Queries, keys, values and gates of [N, heads, D], where they lie as queries, gates, keys, values."""
+    first = num_heads * (1 + gated)
+    q, gate = heads[:, :num_heads], heads[:, num_heads:first] if gated else None
+    return q, heads[:, first : first + num_kv_heads], heads[:, first + num_kv_heads :], gate
 
 
 def check_joined(x: Tensor, weight: Tensor, squares: Tensor | None) -> None:

@@ -5,17 +5,22 @@ from __future__ import annotations
 import pytest
 
 pytest.importorskip("triton")
-from onela.ops.linear.joined_hopper import ADDED, DEPTH, GATED, PLAIN, Tile, launch_sizes
+from onela.ops.linear.joined_hopper import ADDED, DEPTH, GATED, HEADS, PLAIN, Tile, launch_sizes
 from tests.ops.compile_only import Job, resources_of_all
 
-FP32 = ("p_h", "p_squares", "p_sums")
-TYPES = dict.fromkeys(FP32, "*fp32") | {"p_norm": "*bf16", "width": "fp32"}
+FP32 = ("p_h", "p_squares", "p_sums", "p_cos", "p_sin")
+BF16 = ("p_norm", "p_q_norm", "p_k_norm")
+NUMBERS = ("width", "eps", "head_eps")
+TYPES = dict.fromkeys(FP32, "*fp32") | dict.fromkeys(BF16, "*bf16") | dict.fromkeys(NUMBERS, "fp32")
 CASES = [
     (PLAIN, Tile(2, 256), 16, 0),
     (PLAIN, Tile(1, 64), 0, 0),
     (GATED, Tile(2, 256), 16, 0),
     (ADDED, Tile(2, 256), 0, 0),
     (ADDED, Tile(2, 128), 0, 0),
+    (HEADS, Tile(1, 128), 16, 0),
+    (HEADS, Tile(1, 256), 16, 0),
+    (HEADS, Tile(2, 256), 0, 0),
 ]
 
 
@@ -26,12 +31,13 @@ def job(mode: int, tile: Tile, parts: int) -> Job:
         "w_desc": ([step, DEPTH], DEPTH),
         "o_desc": ([64, out], out),
     }
-    types: dict = TYPES | {"eps": "fp32"}
+    types: dict = dict(TYPES)
     for name, (block, columns) in descriptors.items():
         swizzle = min(128, 2 * columns)
         types[name] = (block, {"swizzle_byte_width": swizzle, "element_bitwidth": 16, "rank": 2})
     constants = {"STAGES": stages, "MODE": mode, "PARTS": parts, "GROUPS": tile.groups, "BN": tile.columns}
     constants |= {"BO": out, "CENTERED": True, "REGISTERS": 232}
+    constants["KIND"] = (8, 2, 1, min(32, tile.columns // 2)) if mode == HEADS else None
     return ("onela.ops.linear._joined_hopper_kernel", "joined_product_hopper_kernel", 90, 4, types, constants)
 
 

@@ -10,12 +10,14 @@ from onela.errors import DtypeError, ShapeError
 from onela.ops.linear import (
     added_linear,
     added_linear_ref,
+    heads_linear,
+    heads_linear_ref,
     linear_swiglu,
     linear_swiglu_ref,
     normed_linear,
     normed_linear_ref,
 )
-from onela.ops.norm import rms_norm_ref, swiglu_ref
+from onela.ops.norm import rms_norm_ref, rotary_ref, swiglu_ref
 from tests.tolerances import EXACT_FP64
 
 
@@ -48,6 +50,36 @@ def test_a_wide_residual_takes_the_sum_unrounded() -> None:
     assert residual.item() == 1 + 2**-9
     assert values.dtype == torch.bfloat16
     assert squares.item() == (1 + 2**-9) ** 2
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_heads_are_those_of_single_maps(gated: bool) -> None:
+    torch.manual_seed(0)
+    N, K, HQ, HKV, D = 5, 12, 4, 2, 8
+    x = torch.randn(N, K, dtype=torch.float64)
+    maps = {name: torch.randn(heads, D, K, dtype=torch.float64) for name, heads in (("q", HQ), ("gate", HQ))}
+    maps |= {name: torch.randn(HKV, D, K, dtype=torch.float64) for name in "kv"}
+    first = torch.stack([maps["q"], maps["gate"]], 1) if gated else maps["q"]
+    weight = torch.cat([part.reshape(-1, K) for part in (first, maps["k"], maps["v"])])
+    norms = {name: torch.randn(D, dtype=torch.float64) for name in ("q_weight", "k_weight")}
+    angles = torch.rand(N, 2, dtype=torch.float64)
+    options = {"cos": angles.cos(), "sin": angles.sin(), "num_heads": HQ, "num_kv_heads": HKV, "eps": 1e-2}
+    squares = x.square().sum(1)[None]
+    made = heads_linear(x, weight, **norms, **options, squares=squares, squares_eps=1e-3)
+    rows = rms_norm_ref(x, torch.zeros(K, dtype=torch.float64), eps=1e-3)
+    for name, have in zip(("q", "k", "v", "gate"), made):
+        if name == "gate" and not gated:
+            assert have is None
+            continue
+        want = torch.einsum("nk,hdk->nhd", rows, maps[name])
+        if name in "qk":
+            want = rms_norm_ref(want, norms[f"{name}_weight"], eps=1e-2)
+            want = rotary_ref(want, options["cos"], options["sin"])
+        torch.testing.assert_close(have, want, **EXACT_FP64)
+    with pytest.raises(
+        ShapeError, match="weight: expected 64 rows for 4 query and 2 key heads of 8, or 96 with"
+    ):
+        heads_linear_ref(x, weight[:-8], **norms, **options)
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -12,7 +12,9 @@ from onela.ops.linear import (
     added_linear_ref,
     dispatch,
     has_added,
+    has_heads,
     has_joined,
+    heads_linear_ref,
     linear_swiglu_ref,
     normed_linear_ref,
 )
@@ -26,6 +28,7 @@ from onela.ops.linear.joined_hopper import (
     Tile,
     added_linear_hopper,
     choose_tile,
+    heads_linear_hopper,
     linear_swiglu_hopper,
     normed_linear_hopper,
 )
@@ -98,6 +101,63 @@ def test_added(sizes: tuple[int, int, int], zero_centered: bool, tile: Tile) -> 
     assert torch.equal(found[0], found[1])
     assert torch.equal(values, again[0])
     assert torch.equal(squares, again[1])
+
+
+# Rows, depth, query and key heads, their size, angles; gates behind the queries.
+HEAD_SIZES = [
+    (256, 2048, 16, 8, 128, 64, False),
+    (1024, 1024, 8, 2, 256, 32, True),
+    (200, 192, 4, 2, 64, 32, False),
+    (130, 64, 3, 1, 128, 16, True),
+    (1, 64, 1, 1, 64, 16, False),
+]
+
+
+def heads_of(
+    sizes: tuple[int, int, int, int, int, int, bool], parts: int, device: str
+) -> tuple[torch.Tensor, torch.Tensor, dict]:
+    N, K, heads, kv_heads, D, half, gated = sizes
+    torch.manual_seed(N + K)
+    x = torch.randn(N, K, device=device).bfloat16()
+    size = (heads * (1 + gated) + 2 * kv_heads) * D
+    weight = (torch.randn(size, K, device=device) / K**0.5).bfloat16()
+    norms = {name: torch.randn(D, device=device).bfloat16() for name in ("q_weight", "k_weight")}
+    angles = torch.rand(N, half, device=device) * 6
+    options: dict = {**norms, "cos": angles.cos(), "sin": angles.sin(), "num_heads": heads}
+    options |= {"num_kv_heads": kv_heads, "eps": 1e-6, "zero_centered": gated, "squares_eps": 1e-6}
+    options["squares"] = torch.rand(parts, N, device=device) * K / parts if parts else None
+    return x, weight, options
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("parts", [0, 16])
+@pytest.mark.parametrize("sizes", HEAD_SIZES, ids=str)
+def test_heads(sizes: tuple[int, int, int, int, int, int, bool], parts: int, groups: int) -> None:
+    x, weight, options = heads_of(sizes, parts, "cuda")
+    tile = Tile(groups, sizes[4])
+    have = heads_linear_hopper(x, weight, tile=tile, **options)
+    again = heads_linear_hopper(x, weight, tile=tile, **options)
+    wide = {name: value.float() if torch.is_tensor(value) else value for name, value in options.items()}
+    wide |= {name: options[name].bfloat16().float() for name in ("cos", "sin")}
+    want = heads_linear_ref(x.float(), weight.float(), **wide)
+    for one, two, three in zip(have, again, want):
+        if three is None:
+            assert one is two is None
+            continue
+        assert torch.equal(one, two)
+        near(one, three)
+
+
+@pytest.mark.gpu
+def test_heads_that_the_kernel_takes() -> None:
+    hopper = torch.cuda.get_device_capability()[0] == 9
+    x, weight, options = heads_of(HEAD_SIZES[0], 0, "cuda")
+    norm, cos = options["q_weight"], options["cos"]
+    assert has_heads(x, weight, norm, cos) == hopper
+    assert not has_heads(x.repeat(16, 1), weight, norm, cos)
+    assert not has_heads(x, weight, norm, cos[:, ::2])
+    assert not has_heads(x, weight, norm[:96], cos[:, :48].contiguous())
 
 
 @pytest.mark.gpu
