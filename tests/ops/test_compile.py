@@ -55,7 +55,7 @@ KERNELS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     ),
     "beam_attention_merge_kernel": (
         "attention.decode", 4, {"p_part_o": "*fp32", "p_part_lse": "*fp32", "p_cu_rows": "*i32"},
-        {"HQ": 8, "D": 256, "BLOCK_H": 8, "BLOCK_D": 256, "SPLITS": 4},
+        {"HQ": 8, "D": 256, "BLOCK_H": 8, "BLOCK_D": 256, "SPLITS": 4, "OVERLAP": False},
     ),
     "reorder_states_kernel": ("gated_delta._full_state_kernel", 8, {"p_parents": "*i32"}, {"BLOCK": 8192}),
     "gates_kernel": (

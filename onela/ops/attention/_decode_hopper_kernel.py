@@ -14,6 +14,7 @@ of its own.
 Units of a tile, in order: first 64 keys of the prompt that may be incomplete, then whole ones, by the copy
 engine from their pages; then the beams' own keys, gathered row by row. Of an own stage each
 warpgroup has 32 keys, those of its own beams: for each depth the ancestors of its beams, then their new keys.
+Nothing of a prompt comes from the kernel before: tiles are looked up, and the ring is filled, while it still runs.
 Stages come in the order in which they are needed: K_0, K_1, V_0, K_2, V_1, ..., V_last.
 
 Scores of a unit are computed while the weighted values of the unit before are still being summed:
@@ -33,6 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from onela.ops.attention._decode_hopper_loaders import gather_rows, stream_units, write_records
 from onela.ops.attention._decode_hopper_tiles import (
@@ -253,6 +255,7 @@ def _compute(
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [NW], [0])
     queries = q_tile.index(GROUP)
     num_tiles, items = count_items(batch, HKV, G, SPLITS, BLOCK_B)
+    gdc_wait()
     place = 0
     parity = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
@@ -436,6 +439,7 @@ def beam_attention_hopper_kernel(
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
     fence_async_shared()
+    gdc_launch_dependents()
     shared = (q_tile, ring, own_list, lists, info, full, empty, granted, q_full, q_empty)
     batch = (p_page_table, p_prompt_lens, p_cu_rows, p_prompts, p_depths, stride_table, B)
     gathers = (

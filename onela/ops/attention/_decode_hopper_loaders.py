@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.language.extra.cuda import gdc_wait
 
 from onela.ops.attention._decode_hopper_tiles import (
     LIMIT,
@@ -67,7 +68,10 @@ def stream_units(
     streams, batch, shared, HKV: gl.constexpr, G: gl.constexpr, PAGE: gl.constexpr,
     OWN: gl.constexpr, SPLITS: gl.constexpr, BLOCK_B: gl.constexpr,
 ):  # fmt: skip
-    """The warp that brings in the prompts' units, but for the values of an incomplete one."""
+    """The warp that brings in the prompts' units, but for the values of an incomplete one.
+
+    It does not wait for the kernel before, which has written nothing of a prompt.
+    """
     k_desc, v_desc = streams
     _q_tile, ring, _own_list, _lists, _info, full, empty, granted, _q_full, _q_empty = shared
     STAGES: gl.constexpr = ring.shape[0]
@@ -221,6 +225,7 @@ def gather_rows(
         gl.program_id(0), num_tiles, batch, HKV, G, OWN, SPLITS, BLOCK_B
     )
     o_i = gl.arange(0, NUM_INFO, layout=ONE)
+    gdc_wait()
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         start, row0, width, width_served, depth, i_h, _i_s = rows
         units = num_prompt + num_own
@@ -305,6 +310,7 @@ def write_records(
     o_d = gl.arange(0, D, layout=gl.SliceLayout(0, CP))
     in_d = (o_d < D)[None, :]
     num_tiles, items = count_items(batch, HKV, G, SPLITS, BLOCK_B)
+    gdc_wait()
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         rows, _pages, _num_prompt, _num_own, _first_own = tile_at(
             item, num_tiles, batch, HKV, G, OWN, SPLITS, BLOCK_B

@@ -18,6 +18,7 @@ from torch import Tensor
 from onela.errors import DtypeError, ShapeError
 from onela.ops._checks import check_float, check_groups, check_index
 from onela.ops._device import multiprocessors, shared_memory
+from onela.ops._overlap import overlap_of, wait_for_previous
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 # Finite, so that a row that has seen no key yet needs no special case: exp2(-1e30 - anything seen) is 0.
@@ -180,8 +181,10 @@ def beam_attention_decode_kernel(
 def beam_attention_merge_kernel(
     p_part_o, p_part_lse, p_o, p_cu_rows, N, B,
     HQ: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One row: the splits' outputs, weighted by how much of the softmax each holds."""
+    wait_for_previous(OVERLAP)
     i_n = tl.program_id(0).to(tl.int64)
     o_h, o_d = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
     mask = (o_h < HQ)[:, None] & (o_d < D)[None, :]
@@ -348,5 +351,5 @@ def merge_splits(part_o: Tensor, part_lse: Tensor | None, o: Tensor, cu_rows: Te
     block_h = min(triton.next_power_of_2(HQ), max(1, 2048 // block_d))
     beam_attention_merge_kernel[(N, triton.cdiv(HQ, block_h))](
         part_o, part_lse, o, cu_rows, N, cu_rows.shape[0] - 1,
-        HQ=HQ, D=D, BLOCK_H=block_h, BLOCK_D=block_d, SPLITS=splits, num_warps=4,
+        HQ=HQ, D=D, BLOCK_H=block_h, BLOCK_D=block_d, SPLITS=splits, num_warps=4, **overlap_of(o.device),
     )  # fmt: skip

@@ -123,7 +123,7 @@ def beam_attention_hopper(
         page_table.stride(0), ancestors.stride(0), scale * math.log2(math.e), N, B,
         HKV=HKV, G=G, D=D, PAGE=page_size, OWN=own, SPLITS=splits, FUSED=flags is not None, STAGES=stages,
         BLOCK_B=max(32, triton.next_power_of_2(B)), HELD=held, REGISTERS=registers,
-        LOADER_REGISTERS=loader_registers, num_warps=4,
+        LOADER_REGISTERS=loader_registers, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     if part_o is not None and flags is None:
         merge_splits(part_o, part_lse, o, cu_rows)
