@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onela.ops._device import has_wgmma
+from onela.ops._device import has_wgmma, multiprocessors
 from onela.ops.linear.reference import (
     added_linear_ref,
     float8_linear_ref,
@@ -25,8 +25,9 @@ JOINED_ROWS = 128
 """Fewer rows do not fill a tile."""
 ADDED_ROWS, LONG_SUM = 512, 4096
 """Of fewer rows and over more columns torch's own product divides the sums, and is faster with the norm behind it."""
-HEADS_ROWS = 2048
-"""With more rows larger tiles, and a launch for norms and rotations, are as fast."""
+FEW_ROWS = 2048
+"""With more rows tiles are many: heads are as fast by larger ones and a launch for norms and rotations, and a last
+round of tiles is a small part of all."""
 ALIGNMENT = 16
 """The scaled product wants rows and columns in multiples of this."""
 
@@ -76,8 +77,15 @@ def linear_swiglu(x: Tensor, weight: Tensor, *, squares: Tensor | None = None, e
     Numerics: as in the implementation that runs.
     """
     if has_joined(x, weight) and weight.shape[0] % 16 == 0:
+        from onela.ops.linear.gated_hopper import choose_widths, gated_linear_hopper
         from onela.ops.linear.joined_hopper import linear_swiglu_hopper
 
+        N, D = x.shape
+        widths = (
+            choose_widths(N, weight.shape[0] // 2, D, multiprocessors(x.device)) if N <= FEW_ROWS else None
+        )
+        if widths is not None:
+            return gated_linear_hopper(x, weight, widths, squares=squares, eps=eps)
         return linear_swiglu_hopper(x, weight, squares=squares, eps=eps)
     return swiglu(normed_linear_ref(x, weight, squares=squares, eps=eps))
 
@@ -142,7 +150,7 @@ def has_heads(x: Tensor, weight: Tensor, q_weight: Tensor, cos: Tensor) -> bool:
     """Whether `heads_linear` has a kernel for these that is worth its while."""
     D, half = q_weight.shape[0], cos.shape[1]
     return (
-        x.shape[0] <= HEADS_ROWS
+        x.shape[0] <= FEW_ROWS
         and D in (64, 128, 256)
         and half > 0
         and D in (2 * half, 4 * half, 8 * half)

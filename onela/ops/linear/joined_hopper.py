@@ -23,6 +23,7 @@ DEPTH = 64
 SHARED = 225 << 10
 """Bytes that stages and results of a program may take."""
 REGISTERS = 232
+LAUNCH_CYCLES = 2500
 
 
 class Tile(NamedTuple):
@@ -137,21 +138,24 @@ def heads_linear_hopper(
 def choose_tile(
     mode: int, N: int, size: int, D: int, processors: int, tiles: Sequence[Tile] | None = None
 ) -> Tile:
-    """The tile with which a product is through first, by the cycles that a multiprocessor spends on its share.
+    """The tile with which a product is through first, by `cycles`. `tiles`: to choose from; None: all of the mode."""
+    fitting = (tile for tile in tiles or TILES[mode] if mode != ADDED or size % tile.columns == 0)
+    return min(fitting, key=lambda tile: cycles(mode, N, size, D, processors, tile))
 
-    A stage takes as long as the tensor cores need for it, or as shared memory needs to take it in and to give it to
-    every warpgroup, 128 bytes a cycle. A launch has its begin and end besides, and so has, less so, each further tile.
-    """
 
-    def cycles(tile: Tile) -> int:
-        groups, columns = tile
-        count = triton.cdiv(N, 64 * groups) * triton.cdiv(size, columns // (1 + (mode == GATED)))
-        stage = max(2 * groups * columns, 128 * groups + columns * (groups + 1))
-        return triton.cdiv(count, processors) * (triton.cdiv(D, DEPTH) * stage + 1500) + 2500
+def cycles(mode: int, N: int, size: int, D: int, processors: int, tile: Tile) -> int:
+    """What a multiprocessor spends on its share of a product. A launch has its begin and end besides."""
+    groups, columns = tile
+    count = triton.cdiv(N, 64 * groups) * triton.cdiv(size, columns // (1 + (mode == GATED)))
+    # As long as the tensor cores need for a stage, or as shared memory needs to take it in and to give it to every
+    # warpgroup, 128 bytes a cycle.
+    stage = max(2 * groups * columns, 128 * groups + columns * (groups + 1))
+    return triton.cdiv(count, processors) * tile_cycles(D, stage) + LAUNCH_CYCLES
 
-    return min(
-        (tile for tile in tiles or TILES[mode] if mode != ADDED or size % tile.columns == 0), key=cycles
-    )
+
+def tile_cycles(D: int, stage: int) -> int:
+    """Of one tile whose stages take so many; it has its begin and end, too."""
+    return triton.cdiv(D, DEPTH) * stage + 1500
 
 
 def launch_sizes(mode: int, tile: Tile) -> tuple[int, int, int]:
@@ -192,9 +196,9 @@ def _launch(
     num_m, num_n = triton.cdiv(N, rows), triton.cdiv(size, step)
     unused = x
     kernel.joined_product_hopper_kernel[(min(processors, num_m * num_n),)](
-        TensorDescriptor.from_tensor(x, [rows, DEPTH], _layout(DEPTH)),
-        TensorDescriptor.from_tensor(weight, [step, DEPTH], _layout(DEPTH)),
-        TensorDescriptor.from_tensor(o, [64, out], _layout(out)),
+        TensorDescriptor.from_tensor(x, [rows, DEPTH], swizzled(DEPTH)),
+        TensorDescriptor.from_tensor(weight, [step, DEPTH], swizzled(DEPTH)),
+        TensorDescriptor.from_tensor(o, [64, out], swizzled(out)),
         unused if residual is None else residual,
         unused if norm_weight is None else norm_weight,
         unused if made is None else made,
@@ -206,5 +210,6 @@ def _launch(
     )  # fmt: skip
 
 
-def _layout(columns: int) -> gl.NVMMASharedLayout:
+def swizzled(columns: int) -> gl.NVMMASharedLayout:
+    """How rows of so many 16-bit columns lie in shared memory."""
     return gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * columns), element_bitwidth=16, rank=2)

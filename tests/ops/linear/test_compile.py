@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 pytest.importorskip("triton")
+from onela.ops.linear.gated_hopper import PIECE, STAGES, WIDE
 from onela.ops.linear.joined_hopper import ADDED, DEPTH, GATED, HEADS, PLAIN, Tile, launch_sizes
-from tests.ops.compile_only import Job, resources_of_all
+from tests.ops.compile_only import Job, resources, resources_of_all
 
 FP32 = ("p_h", "p_squares", "p_sums", "p_cos", "p_sin")
 BF16 = ("p_norm", "p_q_norm", "p_k_norm")
@@ -47,3 +48,17 @@ def test_joined_product_hopper_kernel() -> None:
     for (mode, tile, _, stack), (spilled, _, shared) in zip(CASES, used):
         assert spilled <= stack, (mode, tile)
         assert shared <= 227 * 1024, (mode, tile)
+
+
+@pytest.mark.slow
+def test_gated_product_hopper_kernel() -> None:
+    types: dict = dict(TYPES)
+    descriptors = {"x_desc": (128, 64), "w_wide_desc": (WIDE, 64), "w_piece_desc": (PIECE, 64)}
+    for name, block in (descriptors | {"o_wide_desc": (64, WIDE), "o_piece_desc": (64, PIECE)}).items():
+        layout = {"swizzle_byte_width": min(128, 2 * block[1]), "element_bitwidth": 16, "rank": 2}
+        types[name] = (list(block), layout)
+    constants = {"STAGES": STAGES, "PARTS": 32, "REGISTERS": 232}
+    module = "onela.ops.linear._gated_hopper_kernel"
+    spilled, _, shared = resources(module, "gated_product_hopper_kernel", 90, 4, types, constants)
+    assert spilled == 0
+    assert shared <= 227 * 1024

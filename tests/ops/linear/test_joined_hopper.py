@@ -20,6 +20,7 @@ from onela.ops.linear import (
 )
 
 pytest.importorskip("triton")
+from onela.ops.linear.gated_hopper import choose_widths, gated_linear_hopper
 from onela.ops.linear.joined_hopper import (
     ADDED,
     GATED,
@@ -71,6 +72,38 @@ def test_gated(sizes: tuple[int, int, int], parts: int, tile: Tile) -> None:
     x, weight, squares = factors(sizes[0], sizes[1], 2 * sizes[2], parts)
     have = linear_swiglu_hopper(x, weight, squares=squares, eps=1e-6, tile=tile)
     near(have, linear_swiglu_ref(x, weight, squares=squares, eps=1e-6))
+
+
+# Rows, depth, columns of the result, wide and narrow tiles: those that are chosen, only narrow ones, ends within tiles.
+WIDTHS = [
+    ((1024, 1024, 3584), (13, 20)),
+    ((256, 2048, 6144), (0, 64)),
+    ((1000, 192, 1040), (5, 5)),
+    ((77, 64, 320), (1, 2)),
+    ((1, 320, 200), (1, 1)),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("parts", [0, 16])
+@pytest.mark.parametrize(("sizes", "widths"), WIDTHS, ids=str)
+def test_gated_in_two_widths(sizes: tuple[int, int, int], widths: tuple[int, int], parts: int) -> None:
+    x, weight, squares = factors(sizes[0], sizes[1], 2 * sizes[2], parts)
+    have = gated_linear_hopper(x, weight, widths, squares=squares, eps=1e-6)
+    near(have, linear_swiglu_ref(x, weight, squares=squares, eps=1e-6))
+    assert torch.equal(have, gated_linear_hopper(x, weight, widths, squares=squares, eps=1e-6))
+
+
+def test_widths_are_chosen_where_they_fill_the_device() -> None:
+    for N in (1, 128, 1000, 1024, 2048):
+        for size in (64, 1024, 3584, 6144):
+            widths = choose_widths(N, size, 1024, 132)
+            assert widths is None or 128 * widths[0] + 96 * widths[1] >= size
+    # Two tiles for every multiprocessor, or one, where there would be rounds of half of them.
+    assert choose_widths(1024, 3584, 1024, 132) == (13, 20)
+    assert choose_widths(256, 6144, 2048, 132) == (0, 64)
+    # All tiles have one multiprocessor each, whatever their width.
+    assert choose_widths(128, 1024, 1024, 132) is None
 
 
 @pytest.mark.gpu
