@@ -60,6 +60,7 @@ class PrefillTables:
         chunks: [C, 2], sequence and number of each chunk of `CHUNK` tokens; what is left over lies past every end.
         chunk_starts: [S+1], the first chunk of each sequence.
         page_rows: [T], the row of the paged cache (page * page_size + place) where each token's keys go; PAD for none.
+        counter: [1], where the programs of a launch draw their work from; zero between launches.
         num_prompts: B. longest: the most new tokens of a sequence.
         goes_on: whether a prompt may hold tokens already.
         rectangle: whether prompt n begins at token `n * longest`.
@@ -71,6 +72,7 @@ class PrefillTables:
     chunks: Tensor
     chunk_starts: Tensor
     page_rows: Tensor
+    counter: Tensor
     num_prompts: int
     longest: int
     goes_on: bool
@@ -113,6 +115,7 @@ class TableLayout:
             "last_rows": B,
             "chunks": 2 * shape.num_chunks,
             "chunk_starts": S + 1,
+            "counter": 1,
         }
         self.places: dict[str, tuple[int, int]] = {}
         self.size = 0

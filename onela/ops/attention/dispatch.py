@@ -83,7 +83,8 @@ def prefill_attention(
     kept: bool = False,
     tables: PrefillTables | None = None,
 ) -> Tensor:
-    """`prefill_attention_ref`; with tables on a GPU and 16-bit rows, by the packed attention that torch brings.
+    """`prefill_attention_ref`; with tables on a GPU and 16-bit rows, by packed attention: our own on Hopper, or
+    torch's.
 
     Args, Returns, Writes: as in `prefill_attention_ref`.
     Padding: with tables, the tokens behind the last prompt are computed and go nowhere.

@@ -1,8 +1,8 @@
 """Causal attention of packed prompts on a GPU.
 
-New keys go to their pages in one launch. When every prompt is new, attention reads the keys as they are: cuDNN's where
-the prompts form a rectangle, flash attention where they are packed. Where prompts go on from what they hold already, a
-kernel of our own reads all keys from their pages.
+New keys go to their pages in one launch. When every prompt is new, attention reads the keys as they are: by a kernel of
+our own on Hopper, elsewhere by cuDNN's where the prompts form a rectangle and flash attention where they are packed.
+Where prompts go on from what they hold already, a portable kernel of our own reads all keys from their pages.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from onela.ops._checks import check_float, check_groups, check_index
 from onela.ops._device import multiprocessors, shared_memory
+from onela.ops.attention import prefill_hopper
 from onela.ops.attention._prefill_kernel import (
     last_row_kernel,
     merge_parts_kernel,
@@ -85,6 +86,8 @@ def prefill_attention_packed(
         return pages_attention(q, k_cache, v_cache, page_table, tables, scale, last_only=last_only)
     if last_only:
         return last_row_attention(q, k, v, tables.cu_seqlens, 2 if tables.rectangle else 1, scale)
+    if prefill_hopper.supports(q, k, v):
+        return prefill_hopper.prompt_attention_hopper(q, k, v, tables, scale)
     if tables.rectangle and refused(q, k) is None:
         try:
             return dense_attention(q, k, v, tables.num_prompts, scale)

@@ -166,6 +166,7 @@ def tune(sizes: tuple[int, int, int, int], dtype: torch.dtype, device: torch.dev
         chunks=torch.stack([chunk // per_sequence, chunk % per_sequence], 1).contiguous(),
         chunk_starts=counts * per_sequence,
         page_rows=none,
+        counter=none,
         num_prompts=S,
         longest=TUNING_TOKENS,
         goes_on=False,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 pytest.importorskip("triton")
+from onela.ops.attention import prefill_hopper
 from onela.ops.attention.decode_hopper import LAUNCH
 from tests.ops.compile_only import resources
 
@@ -46,6 +47,23 @@ def test_hopper_kernel(splits: int, fused: bool, D: int, G: int, stack: int) -> 
     module = "onela.ops.attention._decode_hopper_kernel"
     used = resources(module, "beam_attention_hopper_kernel", 90, 4, types, constants)
     assert used[0] <= stack
+    assert used[2] <= 227 * 1024
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("D", "HQ", "G"), [(128, 16, 2), (256, 8, 4), (64, 8, 8)])
+def test_prompt_kernel(D: int, HQ: int, G: int) -> None:
+    """A few scalars are kept on the stack, none of them in a loop over keys."""
+    unit, stages, queries = prefill_hopper.LAUNCH[D]
+    registers, loader_registers = prefill_hopper.REGISTERS
+    constants = {"HQ": HQ, "G": G, "D": D, "UNIT": unit, "STAGES": stages, "QUERIES": queries}
+    constants |= {"REGISTERS": registers, "LOADER_REGISTERS": loader_registers}
+    types = dict.fromkeys(("p_cu_seqlens", "p_chunks", "p_chunk_starts", "p_counter"), "*i32")
+    types |= {"p_o": "*bf16", "scale_log2": "fp32", "q_desc": ([prefill_hopper.ROWS, D], DESCRIPTOR)}
+    types |= {name: ([unit, D], DESCRIPTOR) for name in ("k_desc", "v_desc")}
+    module = "onela.ops.attention._prefill_hopper_kernel"
+    used = resources(module, "prompt_attention_hopper_kernel", 90, 4, types, constants)
+    assert used[0] <= 32
     assert used[2] <= 227 * 1024
 
 
