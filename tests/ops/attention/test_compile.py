@@ -53,7 +53,7 @@ def test_hopper_kernel(splits: int, fused: bool, D: int, G: int, stack: int) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize(("D", "HQ", "G"), [(128, 16, 2), (256, 8, 4), (64, 8, 8)])
 def test_prompt_kernel(D: int, HQ: int, G: int) -> None:
-    """A few scalars are kept on the stack, none of them in a loop over keys."""
+    """No more than a few scalars of a thread are kept on the stack."""
     unit, stages, queries = prefill_hopper.LAUNCH[D]
     registers, loader_registers = prefill_hopper.REGISTERS
     constants = {"HQ": HQ, "G": G, "D": D, "UNIT": unit, "STAGES": stages, "QUERIES": queries}
