@@ -1,9 +1,10 @@
 """A decode step's matrix products joined with norms, gates and sums, beside the ops apart: checked first, then timed.
 
 A run is one such product on each of several weights, in one CUDA graph, so that it does not find its weight in the L2
-cache. `apart` is torch's own product with the launches around it. Three kinds of product:
+cache. `apart` is torch's own product with the launches around it. Four kinds of product:
 
     in      rows under a norm, to the mixer's inputs; apart: the product alone, its norm is counted with `out`
+    heads   rows under a norm, to queries and keys, normed and rotated, and values; apart: the product, then one launch
     gate    rows under a norm, to `silu(gate) * up`; apart: the product and the gate
     out     to the residual stream, and the norm of the sum begun; apart: the product and the norm, with its sum
 
@@ -29,8 +30,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.common import Failures, append_result, machine, time_graph
-from onela.ops.linear import added_linear_ref, linear_swiglu_ref, normed_linear_ref
-from onela.ops.norm import rms_norm, swiglu
+from onela.ops.linear import (
+    added_linear_ref,
+    heads_linear_ref,
+    linear_swiglu,
+    linear_swiglu_ref,
+    normed_linear_ref,
+)
+from onela.ops.norm import qk_norm_rotary, rms_norm, swiglu
 
 WEIGHTS = 12
 PARTS = 16
@@ -51,18 +58,21 @@ class Product(NamedTuple):
 MODELS: dict[str, tuple[Product, ...]] = {
     "qwen3.5-0.8b": (
         Product("in_proj", "in", 8224, 1024),
-        Product("qkv_proj", "in", 5120, 1024),
+        Product("qkv_proj", "heads", 5120, 1024),
         Product("out_proj", "out", 1024, 2048),
         Product("gate_up_proj", "gate", 7168, 1024),
         Product("down_proj", "out", 1024, 3584),
     ),
     "qwen3-1.7b": (
-        Product("qkv_proj", "in", 4096, 2048),
+        Product("qkv_proj", "heads", 4096, 2048),
         Product("o_proj", "out", 2048, 2048),
         Product("gate_up_proj", "gate", 12288, 2048),
         Product("down_proj", "out", 2048, 6144),
     ),
 }
+
+HEADS = {"qwen3.5-0.8b": (8, 2, 256, 32), "qwen3-1.7b": (16, 8, 128, 64)}
+"""Query and key heads of a model, their size, and angles of a row."""
 
 Run = Callable[[Tensor], Any]
 
@@ -70,9 +80,15 @@ Run = Callable[[Tensor], Any]
 class Problem:
     """The rows of one product, and the ways to run it."""
 
-    def __init__(self, product: Product, rows: int) -> None:
+    def __init__(self, model: str, product: Product, rows: int) -> None:
         torch.manual_seed(0)
         self.product, self.rows = product, rows
+        self.heads, self.kv_heads, head_dim, half = HEADS[model]
+        self.gated = product.size > (self.heads + 2 * self.kv_heads) * head_dim
+        angles = torch.rand(rows, half, device="cuda") * 6
+        self.norms: dict[str, Any] = {"cos": angles.cos(), "sin": angles.sin(), "eps": 1e-6}
+        for name in ("q_weight", "k_weight"):
+            self.norms[name] = torch.randn(head_dim, device="cuda").bfloat16()
         self.x = torch.randn(rows, product.depth, device="cuda").bfloat16()
         self.squares = torch.rand(PARTS, rows, device="cuda") * product.depth / PARTS
         self.residual = torch.zeros(rows, product.size, device="cuda")
@@ -86,6 +102,10 @@ class Problem:
     def apart(self, weight: Tensor) -> Any:
         """torch's product, and the launches beside it."""
         o = F.linear(self.x, weight)
+        if self.product.kind == "heads":
+            o = o.view(self.rows, -1, self.norms["q_weight"].shape[0])
+            q = o[:, : 2 * self.heads : 2] if self.gated else o[:, : self.heads]
+            return qk_norm_rotary(q, o[:, -2 * self.kv_heads : -self.kv_heads], **self.norms)
         if self.product.kind == "gate":
             return swiglu(o)
         if self.product.kind == "out":
@@ -104,8 +124,17 @@ class Problem:
                 norm_weight=self.norm,
                 tile=tile,
             )
+        if self.product.kind == "heads":
+            return lambda weight: hopper.heads_linear_hopper(self.x, weight, **self.head_options(), tile=tile)
+        if self.product.kind == "gate" and tile is None:
+            return lambda weight: linear_swiglu(self.x, weight, squares=self.squares, eps=1e-6)
         run = hopper.linear_swiglu_hopper if self.product.kind == "gate" else hopper.normed_linear_hopper
         return lambda weight: run(self.x, weight, squares=self.squares, eps=1e-6, tile=tile)
+
+    def head_options(self) -> dict[str, Any]:
+        """Of `heads_linear`."""
+        squares = {"squares": self.squares, "squares_eps": 1e-6}
+        return {**self.norms, **squares, "num_heads": self.heads, "num_kv_heads": self.kv_heads}
 
     def check(self, run: Run) -> None:
         """Hold a run against the reference. Raises `AssertionError`."""
@@ -118,6 +147,12 @@ class Problem:
             torch.testing.assert_close(self.residual, before, rtol=2e-5, atol=2e-5)
             torch.testing.assert_close(given[1].sum(0), wanted[1].sum(0), rtol=2e-5, atol=2e-5)
             given, want = given[0], wanted[0]
+        elif self.product.kind == "heads":
+            options = self.head_options()
+            wanted = heads_linear_ref(self.x, weight, **options)
+            given, want = (
+                torch.cat([part for part in parts if part is not None], 1) for parts in (given, wanted)
+            )
         else:
             reference = linear_swiglu_ref if self.product.kind == "gate" else normed_linear_ref
             want = reference(self.x, weight, squares=self.squares, eps=1e-6)
@@ -129,12 +164,15 @@ def measure(model: str, product: Product, rows: int, failures: Failures, args: a
     """A line for every way to run one product."""
     from onela.ops.linear import joined_hopper as hopper
 
-    problem = Problem(product, rows)
-    mode = {"in": hopper.PLAIN, "gate": hopper.GATED, "out": hopper.ADDED}[product.kind]
+    problem = Problem(model, product, rows)
+    mode = {"in": hopper.PLAIN, "gate": hopper.GATED, "out": hopper.ADDED, "heads": hopper.HEADS}[
+        product.kind
+    ]
     size = product.size // 2 if product.kind == "gate" else product.size
     arms: dict[str, Run] = {"apart": problem.apart, "joined": problem.joined(None)}
     if args.tiles:
-        for tile in hopper.TILES[mode]:
+        head_dim = problem.norms["q_weight"].shape[0]
+        for tile in hopper.TILES.get(mode) or [hopper.Tile(groups, head_dim) for groups in (1, 2)]:
             if mode != hopper.ADDED or size % tile.columns == 0:
                 arms[f"{64 * tile.groups}x{tile.columns}"] = problem.joined(tile)
     weights = [problem.weight() for _ in range(WEIGHTS)]
