@@ -25,9 +25,10 @@ JOINED_ROWS = 128
 """Fewer rows do not fill a tile."""
 ADDED_ROWS, LONG_SUM = 512, 4096
 """Of fewer rows and over more columns torch's own product divides the sums, and is faster with the norm behind it."""
-FEW_ROWS = 2048
-"""With more rows tiles are many: heads are as fast by larger ones and a launch for norms and rotations, and a last
-round of tiles is a small part of all."""
+HEADS_ROWS = 1024
+"""With more rows larger tiles, and a launch for norms and rotations, are as fast."""
+WIDTHS_ROWS = 2048
+"""With more rows the last round of tiles is a small part of all."""
 ALIGNMENT = 16
 """The scaled product wants rows and columns in multiples of this."""
 
@@ -82,7 +83,7 @@ def linear_swiglu(x: Tensor, weight: Tensor, *, squares: Tensor | None = None, e
 
         N, D = x.shape
         widths = (
-            choose_widths(N, weight.shape[0] // 2, D, multiprocessors(x.device)) if N <= FEW_ROWS else None
+            choose_widths(N, weight.shape[0] // 2, D, multiprocessors(x.device)) if N <= WIDTHS_ROWS else None
         )
         if widths is not None:
             return gated_linear_hopper(x, weight, widths, squares=squares, eps=eps)
@@ -150,7 +151,7 @@ def has_heads(x: Tensor, weight: Tensor, q_weight: Tensor, cos: Tensor) -> bool:
     """Whether `heads_linear` has a kernel for these that is worth its while."""
     D, half = q_weight.shape[0], cos.shape[1]
     return (
-        x.shape[0] <= FEW_ROWS
+        x.shape[0] <= HEADS_ROWS
         and D in (64, 128, 256)
         and half > 0
         and D in (2 * half, 4 * half, 8 * half)
