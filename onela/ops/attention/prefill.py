@@ -86,7 +86,7 @@ def prefill_attention_packed(
         return pages_attention(q, k_cache, v_cache, page_table, tables, scale, last_only=last_only)
     if last_only:
         return last_row_attention(q, k, v, tables.cu_seqlens, 2 if tables.rectangle else 1, scale)
-    if prefill_hopper.supports(q, k, v):
+    if prefill_hopper.supports(q, k, v, tables):
         return prefill_hopper.prompt_attention_hopper(q, k, v, tables, scale)
     if tables.rectangle and refused(q, k) is None:
         try:
