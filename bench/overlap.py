@@ -7,7 +7,8 @@ they have in common. Rounding decides between beams of nearly equal score, so tw
 `transformers` loses against its own float32 says how much is to be expected. Its bfloat16 forwards are also read with
 logits in float32, as OneLA makes them, which says how much of that is the rounding of the logits alone. They have `n`
 beams a forward, as in `generate`; the same searches with the beams of all widths in shared batches say how far
-`transformers` agrees with itself. `rounding="transformers"` answers one request at a time, in `generate`'s shapes.
+`transformers` agrees with itself, and a second run of the very same forwards how far it repeats itself: attention on a
+GPU need not. `rounding="transformers"` answers one request at a time, in `generate`'s shapes.
 
     python bench/overlap.py --model demo --checkpoint build/demo/checkpoint     (the MovieLens demo, `make demo`)
     python bench/overlap.py --model qwen3-1.7b --device cuda                    (random weights of the public shape)
@@ -45,7 +46,7 @@ BATCH = 8
 """Prompts that OneLA answers together."""
 OURS, HALF, FULL = "onela bf16", "transformers bf16", "transformers fp32"
 ALIKE = "onela bf16, transformers' rounding"
-SHARED = "transformers bf16, other batches"
+SHARED, AGAIN = "transformers bf16, other batches", "transformers bf16, run again"
 WIDE = "transformers bf16, fp32 logits"
 
 Sids = set[tuple[int, ...]]
@@ -227,7 +228,7 @@ def compare(
         found = hf_beams(half, prompt, levels, widths, {SHARED: half.lm_head})
         found |= hf_beams(full, prompt, levels, widths, {FULL: full.lm_head})
         for n in widths:
-            for name, head in ((HALF, half.lm_head), (WIDE, wide)):
+            for name, head in ((HALF, half.lm_head), (AGAIN, half.lm_head), (WIDE, wide)):
                 found |= hf_beams(half, prompt, levels, [n], {name: head}, chunk=n)
             found[ALIKE, n] = our_beams(alike, [prompt], n)[0]
         for search, sids in found.items():
@@ -240,6 +241,7 @@ def compare(
         for left, right in (
             (OURS, HALF),
             (ALIKE, HALF),
+            (AGAIN, HALF),
             (SHARED, HALF),
             (OURS, FULL),
             (ALIKE, FULL),

@@ -40,8 +40,9 @@ def beam_attention_copied(
     Args, Returns, Writes, Aliasing: as in `beam_attention_ref`.
     Padding: as there; rows that are PAD are computed over zeros of their own.
     Layout: cu_rows, prompts, depths and prompt_lens are read on the host: a GPU is waited for.
-    Numerics: `scaled_dot_product_attention` of one query a row without a mask: bit for bit what it gives to a caller
-        that holds the same keys in one piece, on a GPU as long as it has enough rows not to divide the keys.
+    Numerics: `scaled_dot_product_attention` of one query a row without a mask, over the same keys in the same layout as
+        a caller has them who holds a cache for every row: the same bits, as far as torch's choice for the device
+        repeats its own. cuDNN's does not quite: of a million results of the same call a few differ in their last bit.
     Raises: ShapeError, DtypeError.
     """
     N, HQ, D = q.shape
@@ -72,7 +73,7 @@ def beam_attention_copied(
             scatter_rows(records_k, slots[rows], k[rows])
             scatter_rows(records_v, slots[rows], v[rows])
             own = torch.cat([ancestors[rows, :depth], slots[rows, None].to(ancestors.dtype)], dim=1)
-            # Head by head, as caches lie: cuDNN sums rows of heads that lie side by side otherwise, now and then.
+            # Head by head, as caches lie.
             keys, values = (
                 torch.cat(
                     [
