@@ -20,7 +20,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim
 
 @dataclass(frozen=True)
 class Sizes:
-    """Beams, prompt tokens and depth of each request; heads; page size; rows past the last request."""
+    """Beams, prompt tokens and depth of each request; heads; page size; rows past the last request; what queries are
+    multiplied by."""
 
     widths: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -31,6 +32,7 @@ class Sizes:
     page_size: int = 16
     extra: int = 0
     served: bool = True
+    sharp: float = 1.0
 
 
 CASES = {
@@ -79,7 +81,7 @@ def make_case(sizes: Sizes, dtype: torch.dtype, seed: int = 0) -> tuple[tuple[Te
         row += width
     slots[3::4] = -1
     slots[row:] = -1
-    q, k, v = normal(N, sizes.HQ, sizes.D), normal(N, *heads), normal(N, *heads)
+    q, k, v = normal(N, sizes.HQ, sizes.D) * sizes.sharp, normal(N, *heads), normal(N, *heads)
     return (q, k, v), {
         "k_cache": k_cache,
         "v_cache": v_cache,
@@ -179,6 +181,18 @@ HOPPER_CASES = {
     "one head a group, one not served": Sizes(
         (200, 4), (129, 64), (3, 2), HQ=2, D=128, page_size=64, served=False
     ),
+    # Every program takes several, with and without rows that fill no warpgroup.
+    "more tiles than programs": Sizes(
+        (70, 33, 129, 64, 5, 96, 0, 17) * 8,
+        (130, 64, 0, 200) * 16,
+        (1, 4, 0, 2) * 16,
+        HQ=8,
+        D=256,
+        page_size=64,
+    ),
+    # Peaks rise by more and by less than what makes the kernel scale its sums.
+    "sharp scores": Sizes((70, 9), (700, 130), (3, 1), HQ=8, D=256, page_size=64, sharp=4.0),
+    "sharp scores, heads of 128": Sizes((40,), (900,), (2,), HQ=8, D=128, page_size=64, sharp=4.0),
 }
 
 
