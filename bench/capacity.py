@@ -51,6 +51,7 @@ def make_engine(
         max_pages=count * -(-size.prompt_tokens // served.page_size),
         max_batch_rows=served.max_batch_rows,
         max_batch_tokens=served.max_batch_tokens,
+        max_tokens_beside_decode=None,
         preallocate=True,
         **dict(VARIANTS)[arm],
     )

@@ -60,7 +60,8 @@ GATE_FACTOR = 1.5
 def engine_of(model: CausalLM, *, graphs: bool = True) -> Engine:
     """An engine that runs prompts of any length in one piece."""
     vocabulary = SidVocabulary.from_token_ids([range(64, 128), range(128, 192)])
-    config = EngineConfig(max_batch_tokens=1 << 20, cuda_graphs=graphs)
+    # Prompts are run one after the other here, and none is decoded.
+    config = EngineConfig(max_batch_tokens=1 << 20, max_tokens_beside_decode=None, cuda_graphs=graphs)
     return Engine(model, vocabulary, config=config)
 
 

@@ -122,7 +122,10 @@ def capture(graphs: ForwardGraphs[Shape, Any] | None, shapes: Sequence[Shape]) -
     begun = time.perf_counter()
     captured = sum(graphs.find(shape, ahead=True) is not None for shape in shapes[: graphs.max_graphs])
     graphs.release_memory()
-    logger.info("captured %d graphs of %s in %.1f s", captured, graphs.kind, time.perf_counter() - begun)
+    level = logging.INFO if len(shapes) > 1 else logging.DEBUG  # while serving they come one by one
+    logger.log(
+        level, "captured %d graphs of %s in %.1f s", captured, graphs.kind, time.perf_counter() - begun
+    )
     return captured
 
 

@@ -35,6 +35,8 @@ QWEN3 = {
 # The last layer is a softmax layer in the first, a recurrent one in the second.
 MODELS = {"hybrid": TINY, "recurrent last": TINY | {"num_hidden_layers": 3}, "qwen3": QWEN3}
 LENGTHS = (3, 70, 130, 64, 1, 300)
+# Here prompts are run one after the other, and none is decoded.
+CONFIG = EngineConfig(max_tokens_beside_decode=None)
 
 
 def pair(name: str) -> tuple[Engine, Engine]:
@@ -43,7 +45,7 @@ def pair(name: str) -> tuple[Engine, Engine]:
     exact, model = (random_model(MODELS[name], dtype, device) for dtype in (torch.float32, torch.bfloat16))
     for own, given in zip(model.parameters(), exact.parameters()):
         own.data.copy_(given.data)
-    return Engine(exact, VOCABULARY), Engine(model, VOCABULARY)
+    return Engine(exact, VOCABULARY, config=CONFIG), Engine(model, VOCABULARY, config=CONFIG)
 
 
 def admit(engine: Engine, lengths: Sequence[int], seed: int = 0) -> list[ActiveRequest]:
@@ -196,8 +198,8 @@ def test_what_cannot_be_captured_runs_all_the_same(caplog: pytest.LogCaptureFixt
     exact, model = (random_model(shape, dtype, device) for dtype in (torch.float32, torch.bfloat16))
     for own, given in zip(model.parameters(), exact.parameters()):
         own.data.copy_(given.data)
-    wanted = Engine(exact, VOCABULARY)
-    engine = Engine(model, VOCABULARY)
+    wanted = Engine(exact, VOCABULARY, config=CONFIG)
+    engine = Engine(model, VOCABULARY, config=CONFIG)
     rows = last_rows(wanted, admit(wanted, LENGTHS))
     for _ in range(2):
         assert error(last_rows(engine, admit(engine, LENGTHS)), rows) < 0.1
