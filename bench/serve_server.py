@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import cProfile
+import logging
 import socket
 import subprocess
 import sys
@@ -66,6 +67,9 @@ def run_server(arguments: argparse.Namespace) -> None:
     from onela.serve.app import create_app
     from onela.serve.run import DrainingServer
 
+    # What a warm start consists of is in the log.
+    logging.basicConfig(level=logging.WARNING, format="%(relativeCreated)7d ms %(name)s: %(message)s")
+    logging.getLogger("onela").setLevel(logging.INFO)
     begun = time.perf_counter()
     engine = make_engine(arguments, ItemCatalog.load(arguments.catalog))
     captures = engine.runner.num_captures

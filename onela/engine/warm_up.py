@@ -28,7 +28,7 @@ from onela.ops.prefill_tables import PrefillShape
 
 logger = logging.getLogger(__name__)
 
-PREFILL_STEP = 3
+PREFILL_STEP = 6
 """Of so many prefill forwards the kernels of one are compiled ahead: those of its neighbours are mostly the same."""
 
 
