@@ -106,13 +106,13 @@ class PageAllocator:
             raise CapacityError(
                 f"{self.name}: {count} asked for, {(self.limit or 0) - self.num_taken} of {self.limit} free"
             )
-        reused = self._free[:count]
+        pages = self._free[:count]
         del self._free[:count]
-        fresh = list(range(self._end, self._end + count - len(reused)))
-        self._end += len(fresh)
-        for page in reused + fresh:
-            self._users[page] = 1
-        return reused + fresh
+        end = self._end + count - len(pages)
+        pages += range(self._end, end)
+        self._end = end
+        self._users.update(dict.fromkeys(pages, 1))
+        return pages
 
     def share(self, pages: list[int]) -> None:
         """Count one more user of each page."""
@@ -125,8 +125,11 @@ class PageAllocator:
 
     def free(self, pages: list[int]) -> None:
         """Count one user less of each page; a page without users can be handed out again."""
+        users = self._users
         for page in pages:
-            self._users[page] -= 1
-            if not self._users[page]:
-                del self._users[page]
-                bisect.insort(self._free, page)
+            if users[page] > 1:
+                users[page] -= 1
+            else:
+                del users[page]
+                self._free.append(page)
+        self._free.sort()  # runs in order, which take next to no time
