@@ -42,7 +42,7 @@ from onela import BeamParams, Engine, Request, SidVocabulary
 
 CHUNK = 256
 """Beams in one forward of transformers: each has a copy of the prompt's cache."""
-BATCH = 8
+BATCH = 4
 """Prompts that OneLA answers together."""
 OURS, HALF, FULL = "onela bf16", "transformers bf16", "transformers fp32"
 ALIKE = "onela bf16, transformers' rounding"
@@ -172,7 +172,7 @@ def main() -> None:
     parser.add_argument("--widths", type=int, nargs="+", default=[50, 128, 512])
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a random prompt")
     parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin no further prompt after this time")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing further after this time")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--tiny", action="store_true", help="a small model, to try the script")
     parser.add_argument("--commit", help="the commit that is measured, where there is no checkout")
@@ -209,22 +209,16 @@ def compare(
     vocabulary, widths = engine.vocabulary, args.widths
     levels = [torch.as_tensor(vocabulary.token_ids(level)).long() for level in range(vocabulary.num_levels)]
     began = time.perf_counter()
-    sets: dict[Search, list[Sids]] = {
-        (OURS, n): [
-            found
-            for i in range(0, len(prompts), BATCH)
-            for found in our_beams(engine, prompts[i : i + BATCH], n)
-        ]
-        for n in widths
-    }
-    print(f"onela: {time.perf_counter() - began:.1f} s for {len(prompts)} prompts", flush=True)
-    began = time.perf_counter()
+    sets: dict[Search, list[Sids]] = {}
     full = copy.deepcopy(half).float()  # the same weights
     wide = wide_logits(half)
     done = 0
-    for prompt in prompts:
+    for i, prompt in enumerate(prompts):
         if done and time.perf_counter() - began > args.seconds:
             break
+        if i % BATCH == 0:
+            for n in widths:
+                sets.setdefault((OURS, n), []).extend(our_beams(engine, prompts[i : i + BATCH], n))
         found = hf_beams(half, prompt, levels, widths, {SHARED: half.lm_head})
         found |= hf_beams(full, prompt, levels, widths, {FULL: full.lm_head})
         for n in widths:
@@ -234,7 +228,7 @@ def compare(
         for search, sids in found.items():
             sets.setdefault(search, []).append(sids)
         done += 1
-    print(f"transformers: {time.perf_counter() - began:.1f} s for {done} prompts", flush=True)
+    print(f"{time.perf_counter() - began:.1f} s for {done} prompts", flush=True)
     length = round(statistics.mean(map(len, prompts[:done])))
     for n in widths:
         own = shares(sets[HALF, n], sets[FULL, n], n)
