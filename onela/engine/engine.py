@@ -164,8 +164,8 @@ class Engine:
         self._generating = threading.RLock()
         if self.config.warm_up_tokens or self.config.warm_up_requests:
             warm_up(self.runner, self.config, vocabulary.num_levels, self.served)
-            self._rehearse()
             self.runner.seal(prefill=self.config.warm_up_tokens > 0, decode=self.config.warm_up_requests > 0)
+            self._rehearse()
 
     @property
     def served(self) -> ServedCatalog:
@@ -382,9 +382,9 @@ class Engine:
         try:
             for count in range(1, self.config.warm_up_requests + 1):
                 self.generate([request] * count)
-            if self.catalog is not None and self.catalog.num_items:
+            if self.catalog is not None and self.catalog.num_items and self.config.warm_up_requests:
                 filtered = dataclasses.replace(request, exclude_item_ids=[self.catalog.item_id(0)])
-                self.generate([filtered] * max(1, self.config.warm_up_requests))
+                self.generate([filtered] * self.config.warm_up_requests)
         except OneLAError as error:  # of this prompt's; others may be answered
             logger.warning("the rehearsal of a warm start failed: %s", error)
         if self.cache is not None:

@@ -50,32 +50,41 @@ def prefill_shapes(config: EngineConfig) -> Iterator[PrefillShape]:
 def decode_shapes(config: EngineConfig, num_levels: int) -> list[StepShape]:
     """Shapes that hold the steps of up to `warm_up_requests` requests of `warm_up_beams` beams.
 
-    They may stand at any mix of depths, unless all who decode end before the next prompts are run.
+    They may stand at any mix of depths, unless all who decode end before the next prompts are run. Rows come with room
+    for all requests, for beams may be narrower, and then once more with room for no more than have so many beams.
     """
+    most = config.warm_up_requests
     rows = config.warm_up_requests * config.warm_up_beams
     mixed = config.max_tokens_beside_decode != 0 or rows > config.max_batch_rows
     shapes: dict[StepShape, None] = {}
-    for count in range(config.warm_up_requests, 0, -1):
+    for num_requests, count in [(most, count) for count in range(most, 0, -1)] + [
+        (n, n) for n in range(most, 0, -1)
+    ]:
         for depth in range(num_levels - 1):
             for some_first in (True, False) if depth and mixed else (depth == 0,):
                 rows = count * config.warm_up_beams
-                shapes[padded_shape(StepShape(rows, config.warm_up_requests, depth, some_first))] = None
+                shapes[padded_shape(StepShape(rows, num_requests, depth, some_first))] = None
     return list(shapes)
 
 
 def selection_shapes(config: EngineConfig, num_levels: int, served: ServedCatalog) -> list[SelectionShape]:
     """The shapes of selections of as many requests, over one catalogue.
 
-    Those of requests with filters are fewer: for one request, for two, four, and so on, and for all; any number runs in
-    the next larger one. There has to be room for their masks beforehand (`reserve_masks`).
+    Room for requests is as in `decode_shapes`. Those of requests with filters are fewer: for one request, for two,
+    four, and so on, and for all; any number runs in the next larger one. There has to be room for their masks
+    beforehand (`reserve_masks`).
     """
     most = config.warm_up_requests
     masks = None if served.masks is None else (served.masks.rows.data_ptr(), len(served.masks.rows))
-    wanted: list[tuple[int, tuple[int, int] | None]] = [(count, None) for count in range(most, 0, -1)]
+    wanted: list[tuple[int, int, tuple[int, int] | None]] = [
+        (most, count, None) for count in range(most, 0, -1)
+    ]
     if masks is not None:
-        wanted += [(count, masks) for count in range(most, 0, -1) if count == most or count.bit_count() == 1]
+        few = [count for count in range(most, 0, -1) if count == most or count.bit_count() == 1]
+        wanted += [(most, count, masks) for count in few]
+    wanted += [(count, count, None) for count in range(most, 0, -1)]
     shapes: dict[SelectionShape, None] = {}
-    for count, masks in wanted:
+    for num_requests, count, masks in wanted:
         for level in range(num_levels):
             beams = count * config.warm_up_beams
             rows = beams if level else count
@@ -85,7 +94,7 @@ def selection_shapes(config: EngineConfig, num_levels: int, served: ServedCatalo
                 normalizer="level",
                 part=1 + level,
                 masks=masks,
-                num_requests=most if level else count,
+                num_requests=num_requests if level else count,
                 num_rows=rows,
                 num_out=beams,
             )

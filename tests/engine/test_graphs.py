@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 
 from onela import BeamParams, Engine, EngineConfig, Request
-from onela.engine.graphs import MAX_GRAPHS, DecodeGraphs, ForwardGraph, ForwardGraphs, SelectionGraphs
+from onela.engine.graphs import (
+    MAX_GRAPHS,
+    DecodeGraphs,
+    ForwardGraph,
+    ForwardGraphs,
+    SelectionGraphs,
+    padded_shape,
+)
 from onela.engine.packing import SelectionShape, StepShape
 from onela.engine.warm_up import decode_shapes, warm_up
 from onela.items import MaskPool
@@ -216,6 +223,18 @@ def test_after_a_warm_start_a_larger_graph_stands_in_for_one_that_is_missing(
     engine.generate(requests(4, [(6, 40, 40)] * 4))
     assert engine.runner.num_late_captures > 0
     assert "captured while serving" in caplog.text
+
+
+def test_a_warm_start_has_graphs_of_as_many_requests_as_come_and_of_narrower_ones(path: Path) -> None:
+    _, decode, selection = warm_engine(path)
+    captures = decode.num_captures, selection.num_captures
+    for count in (1, 2, 3, 4):
+        exact = StepShape(12 * count, count, 0, some_first=True)
+        decode.find_padded(exact)
+        assert next(reversed(decode._graphs)) == padded_shape(exact)
+    decode.find_padded(StepShape(12, 4, 0, some_first=True))
+    assert next(reversed(decode._graphs)) == StepShape(16, 4, 0, some_first=True)
+    assert (decode.num_captures, selection.num_captures) == captures
 
 
 def test_requests_with_filters_find_their_graphs_after_a_warm_start(path: Path) -> None:
