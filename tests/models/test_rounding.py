@@ -146,16 +146,13 @@ def test_requests_together(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "least_share"), [("qwen3", 99), ("qwen3_5", 85), ("qwen3_next", 75)])
 def test_beams_on_a_gpu(tmp_path: Path, name: str, least_share: float) -> None:
     """The same ones of a dense model. A hybrid's recurrence is summed by fla-core's kernels there, where it is
-    installed, and in an order of their own: its beams are only not further away than under the least rounding."""
+    installed, and in an order of their own; a mixture's experts change at near-ties, too."""
     reference = save(name, tmp_path, hidden_size=256, head_dim=64).cuda()
     prompts = prompts_of((33, 70, 12, 50), VOCAB, seed=4)
     expected = [theirs(reference, prompt) for prompt in prompts]
     engine = engine_of(tmp_path, device="cuda", rounding="transformers")
     assert engine.runner.graphs is None
-    alike = in_common(answers(engine, prompts), expected)
-    least = in_common(answers(engine_of(tmp_path, device="cuda", cuda_graphs=False), prompts), expected)
-    assert alike >= least_share
-    assert alike >= least - 5
+    assert in_common(answers(engine, prompts), expected) >= least_share
 
 
 @pytest.mark.parametrize("name", SAVE)
