@@ -274,29 +274,9 @@ def multiply(x, y):
 
 
 @gluon.jit
-def silu_of_half(half):
-    """SiLU of y, given y / 2: y / 2 + y / 2 tanh(y / 2), one special function instead of an exponent and a reciprocal.
-
-    The hardware's tanh is off by 1e-5 at most (measured on an H200, -12 to 12), far less than bf16 rounds.
-    """
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .f32 t;
-        tanh.approx.f32 t, $1;
-        fma.rn.ftz.f32 $0, $1, t, $1;
-        }""",
-        "=f,f",
-        [half],
-        dtype=gl.float32,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@gluon.jit
 def silu(x):
-    """SiLU of bf16, in fp32."""
-    return silu_of_half(widen(multiply(x, gl.full_like(x, 0.5))))
+    x = widen(x)
+    return x * sigmoid(x)
 
 
 @gluon.jit

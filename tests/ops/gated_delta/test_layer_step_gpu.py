@@ -15,6 +15,15 @@ from tests.ops.trees import grow_tree, step_index
 from tests.tolerances import LAYER_STEP
 
 pytest.importorskip("triton")
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from onela.ops.gated_delta._layer_step_hopper_kernel import (
+    MINUS_LOG2E,
+    scaled_silu,
+    scaled_silu_pairs,
+    silu_by_tanh,
+)
 from onela.ops.gated_delta.layer_step import launch_pair
 from onela.ops.gated_delta.layer_step_hopper import launch_layer_hopper, supports_layer_hopper
 from onela.ops.gated_delta.replay_hopper import HopperConfig
@@ -72,6 +81,31 @@ def compare(
     # Both ways on the GPU round at the same places, and differ in the order of sums alone.
     torch.testing.assert_close(o, launch_pair(**rows, **given, **pair, **index), **limit)
     torch.testing.assert_close(mine["records_k"], pair["records_k"], rtol=2**-7, atol=1e-3, equal_nan=True)
+
+
+@gluon.jit
+def every_silu(p_x, p_tanh, p_single, p_pairs):
+    """The three ways of the kernel to SiLU, of 1024 bf16 numbers a program, in fp32."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
+    at = gl.program_id(0) * 1024 + gl.arange(0, 1024, layout=LAYOUT)
+    x = gl.load(p_x + at)
+    gl.store(p_tanh + at, silu_by_tanh(x))
+    scaled = x.to(gl.float32) * MINUS_LOG2E
+    gl.store(p_single + at, scaled_silu(scaled))
+    gl.store(p_pairs + at, scaled_silu_pairs(scaled))
+
+
+def test_silu_of_every_bf16() -> None:
+    """In the convolution exact to fp32's rounding; in the gate without ancestors to the error that is promised."""
+    x = torch.arange(-(1 << 15), 1 << 15, device="cuda").to(torch.int16).view(torch.bfloat16)
+    tanh, single, pairs = (torch.empty(1 << 16, device="cuda") for _ in range(3))
+    every_silu[(64,)](x, tanh, single, pairs, num_warps=4)
+    near = x.abs() <= 24
+    wide = x[near].double()
+    exact = wide * torch.sigmoid(wide)
+    assert (tanh[near] - exact).abs().max() <= 1.2e-5
+    torch.testing.assert_close(single[near].double(), exact, rtol=1e-5, atol=1e-30)
+    torch.testing.assert_close(pairs[near].double(), exact, rtol=1e-5, atol=1e-30)
 
 
 # Every depth and pair of head counts is a compilation of its own: most tests share them.
