@@ -38,6 +38,9 @@ OPERATOR = "operator time arm=replay R=16 W=512 K=128 record_dtype=bfloat16"
 SPEEDUP = "operator_sweep median_speedup"
 LAYER = "layer_step time field=ratio_to_floor"
 PREFILL = "prefill prefill model=qwen3.5-0.8b cached=0"
+PROMPT = "attention prompt B=1 L=5000 HQ=16"
+SERVE = "serve latency_p99 arm=onela shape=qwen3.5-0.8b"
+CAPACITY = "capacity requests memory_gib=139.0 O=7"
 SELECT = "beam_select time C=8192 dtype=float32 children=None normalizer=level"
 SUMMARY = (
     ("what", "measured", "published, or a peer"),
@@ -71,11 +74,26 @@ SUMMARY = (
         f"{{{PREFILL} prompts=1 tokens=5120 field=floor}} / {{{PREFILL} prompts=4 tokens=5120 field=floor}} ms",
     ),
     (
+        "attention of a prompt of 5,000 tokens, 16 query and 8 key heads of 128",
+        f"{{{PROMPT} arm=hopper}}",
+        f"cuDNN: {{{PROMPT} arm=cudnn}}",
+    ),
+    (
         "selection over 8,192 codes, R=4 W=256 / R=16 W=512 / R=1 W=5000",
         f"{{{SELECT} arm=kernels R=4 W=256}} / {{{SELECT} arm=kernels R=16 W=512}} / "
         f"{{{SELECT} arm=kernels R=1 W=5000}}",
         f"`log_softmax` and `topk`: {{{SELECT} arm=torch R=4 W=256}} / {{{SELECT} arm=torch R=16 W=512}} / "
         f"{{{SELECT} arm=torch R=1 W=5000}}",
+    ),
+    (
+        "Qwen3.5-0.8B's shape over HTTP, prompts of 1K to 5K: 99th percentile at 60/s / 150/s with 80 % cached",
+        f"{{{SERVE} rate=60.0 cached=0.0}} / {{{SERVE} rate=150.0 cached=0.8}}",
+        "-",
+    ),
+    (
+        "requests of 256 beams and 7 tokens, prompts of 5K, held in 139 GiB",
+        f"{{{CAPACITY} arm=replay}}",
+        f"full states: {{{CAPACITY} arm=full_state_copy}}",
     ),
 )
 
