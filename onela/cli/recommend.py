@@ -101,8 +101,9 @@ def recommend(
     )
     for number, result in enumerate(engine.generate(asked, params), 1):
         if json_output:
-            items = [item._asdict() for item in result.items]
-            print_json(dataclasses.asdict(result) | {"items": items})
+            # `asdict` copies an answer's thousands of items number by number.
+            rest = dataclasses.asdict(dataclasses.replace(result, items=()))
+            print_json(rest | {"items": [item._asdict() for item in result.items]})
         else:
             _print_result(number, result)
 
