@@ -54,8 +54,7 @@ def decode_shapes(config: EngineConfig, num_levels: int) -> list[StepShape]:
     for all requests, for beams may be narrower, and then once more with room for no more than have so many beams.
     """
     most = config.warm_up_requests
-    rows = config.warm_up_requests * config.warm_up_beams
-    mixed = config.max_tokens_beside_decode != 0 or rows > config.max_batch_rows
+    mixed = config.max_tokens_beside_decode != 0 or most * config.warm_up_beams > config.max_batch_rows
     shapes: dict[StepShape, None] = {}
     for num_requests, count in [(most, count) for count in range(most, 0, -1)] + [
         (n, n) for n in range(most, 0, -1)
@@ -118,6 +117,7 @@ def forwards(
     """What is captured for these shapes, over nothing but padding; of many prefill forwards some of different sizes."""
     if graphs is None:
         return
+    shapes = shapes[: graphs.max_graphs]
     if isinstance(graphs, PrefillGraphs):
         shapes = [*shapes[:4], *shapes[4::PREFILL_STEP]]
     for shape in shapes:
@@ -135,6 +135,10 @@ def capture(graphs: ForwardGraphs[Shape, Any] | None, shapes: Sequence[Shape]) -
     logger.log(
         level, "captured %d graphs of %s in %.1f s", captured, graphs.kind, time.perf_counter() - begun
     )
+    if len(shapes) > graphs.max_graphs:
+        logger.log(
+            level, "%d more are not kept: larger ones take their place", len(shapes) - graphs.max_graphs
+        )
     return captured
 
 

@@ -253,7 +253,9 @@ class Attention(FusedLinear):
             What `out` reads, [T or B, HQ * head_dim].
         """
         k_cache, v_cache = state.prompts.cache(self.layer)
-        tables = inputs.tables if rows is None and self.rounding.least else None
+        # One launch norms, rotates and fills the pages where a head holds a whole number of rotations.
+        joined = self.rounding.least and self.head_dim % (2 * rope[0].shape[-1]) == 0
+        tables = inputs.tables if rows is None and joined else None
         if rows is not None:
             q, k, v, gate = self._project_rows(x, rope, rows)
         elif tables is None:
