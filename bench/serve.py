@@ -34,16 +34,42 @@ from bench.serve_simulation import run_simulation
 from onela import EngineConfig
 
 
+def positive(text: str) -> float:
+    """A finite number above 0."""
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"a finite number above 0 is expected, got {text}")
+    return value
+
+
+def pair(text: str) -> str:
+    """NAME=VALUE."""
+    if "=" not in text:
+        raise argparse.ArgumentTypeError(f"NAME=VALUE is expected, got {text}")
+    return text
+
+
+def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Refuse what a mode would not do as it says."""
+    shortest, longest = arguments.prompts
+    if not 0 < shortest <= longest:
+        parser.error(f"--prompts: shortest and longest are expected, got {shortest} {longest}")
+    if arguments.mode == "simulate":
+        cached = [option for option in arguments.option if option.startswith("prompt_cache")]
+        if arguments.concurrency is not None or arguments.cache_bytes or arguments.host_cache_bytes or cached:
+            parser.error("simulate: only rates without a prompt cache can be simulated")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("mode", choices=["load", "faults", "simulate", "server"])
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
-    parser.add_argument("--rates", type=float, nargs="+", default=[5, 10, 20], help="requests per second")
-    parser.add_argument("--cached-rates", type=float, nargs="+", help="those of cached prompts, if others")
+    parser.add_argument("--rates", type=positive, nargs="+", default=[5, 10, 20], help="requests per second")
+    parser.add_argument("--cached-rates", type=positive, nargs="+", help="those of cached prompts, if others")
     parser.add_argument("--concurrency", type=int, help="so many requests at a time, instead of rates")
-    parser.add_argument("--seconds", type=float, default=20, help="of load at each rate")
+    parser.add_argument("--seconds", type=positive, default=20, help="of load at each rate")
     parser.add_argument("--count", type=int, help="requests of each run, instead of seconds")
     parser.add_argument("--warm", type=int, default=128, help="requests before those that are measured")
     parser.add_argument("--limit-ms", type=float, default=100, help="99th percentile at which rates end")
@@ -69,9 +95,15 @@ def main() -> None:
     parser.add_argument("--cache-bytes", type=int, default=0)
     parser.add_argument("--host-cache-bytes", type=int, default=0)
     parser.add_argument("--batch-tokens", type=int, default=EngineConfig.max_batch_tokens)
-    parser.add_argument("--option", nargs="+", default=[], help="NAME=VALUE: other options of the engine")
     parser.add_argument(
-        "--cost", nargs="+", default=[], help="simulate: NAME=MILLISECONDS, see bench/serve_simulation.py"
+        "--option", type=pair, nargs="+", default=[], help="NAME=VALUE: other options of the engine"
+    )
+    parser.add_argument(
+        "--cost",
+        type=pair,
+        nargs="+",
+        default=[],
+        help="simulate: NAME=MILLISECONDS, see bench/serve_simulation.py",
     )
     parser.add_argument("--profile", type=Path, help="where to write a profile of the engine's thread")
     parser.add_argument("--commit", help="the commit that is measured, where there is no checkout to ask")
@@ -80,6 +112,7 @@ def main() -> None:
     parser.add_argument("--catalog", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--max-body", type=int, default=2 << 20, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    check(parser, arguments)
     if arguments.concurrency is not None:
         arguments.client_processes = min(arguments.client_processes, arguments.concurrency)
     # Whoever ends this process ends what it has started; and a server's profile is written at its exit.

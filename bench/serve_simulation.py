@@ -176,7 +176,13 @@ def run_simulation(arguments: argparse.Namespace) -> None:
     unknown = given.keys() - {field.name for field in dataclasses.fields(Costs)}
     if unknown:
         raise SystemExit(f"--cost: {', '.join(sorted(unknown))}: no such cost")
-    costs = Costs(**{name: float(value) for name, value in given.items()})
+    try:
+        costs = Costs(**{name: float(value) for name, value in given.items()})
+    except ValueError as error:
+        raise SystemExit(f"--cost: milliseconds are expected: {error}") from None
+    for name, value in dataclasses.asdict(costs).items():
+        if not 0 <= value < float("inf"):
+            raise SystemExit(f"--cost: {name}: milliseconds, 0 or more, are expected, got {value}")
     environ = {"ONELA_MAX_BATCH_TOKENS": str(arguments.batch_tokens), "ONELA_MAX_WAITING": "1000000"}
     environ |= {f"ONELA_{name.upper()}": value for name, value in (o.split("=", 1) for o in arguments.option)}
     config = EngineConfig.from_env(environ, device="cpu")

@@ -101,9 +101,7 @@ def recommend(
     )
     for number, result in enumerate(engine.generate(asked, params), 1):
         if json_output:
-            # `asdict` copies an answer's thousands of items number by number.
-            rest = dataclasses.asdict(dataclasses.replace(result, items=()))
-            print_json(rest | {"items": [item._asdict() for item in result.items]})
+            print_json(result.to_dict())
         else:
             _print_result(number, result)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from onela.decoding import BeamParams
@@ -58,8 +58,15 @@ class Request:
             raise RequestError(
                 "params", "a BeamParams is expected; BeamParams.parse takes a mapping", value=self.params
             )
-        if self.session_id is not None and not isinstance(self.session_id, str):
-            raise RequestError("session_id", "text is expected", value=self.session_id)
+        for name in ("session_id", "request_id"):
+            if not isinstance(getattr(self, name), (str, type(None))):
+                raise RequestError(name, "text is expected", value=getattr(self, name))
+        if not isinstance(self.logprobs, bool):
+            raise RequestError("logprobs", "true or false is expected", value=self.logprobs)
+        if isinstance(self.prompt_token_ids, (str, bytes, bytearray, Mapping, Set)):
+            raise RequestError(
+                "prompt_token_ids", "a list of tokens is expected", value=self.prompt_token_ids
+            )
         if sum(given is not None for given in (self.prompt_token_ids, self.prompt, self.messages)) != 1:
             raise RequestError(
                 "prompt_token_ids", "give exactly one of prompt_token_ids, prompt and messages"
@@ -179,3 +186,8 @@ class Result:
     catalog_version: str | None = field(default=None)
     timings: Timings | None = field(default=None, compare=False)
     reason: str | None = field(default=None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain dictionaries by the attributes' names, for `json.dumps` say."""
+        # `asdict` would copy an answer's thousands of items number by number, and leave them tuples.
+        return asdict(replace(self, items=())) | {"items": [item._asdict() for item in self.items]}

@@ -133,3 +133,26 @@ def test_the_simulation_runs_as_a_command(
     monkeypatch.setattr("sys.argv", [*words[:-1], "coffee=1"])
     with pytest.raises(SystemExit, match="--cost: coffee: no such cost"):
         bench.serve.main()
+
+
+@pytest.mark.usefixtures("_sigterm")
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--rates", "-5"], "--rates"),
+        (["--rates", "nan"], "--rates"),
+        (["--prompts", "500", "100"], "--prompts"),
+        (["--option", "foo"], "--option"),
+        (["--concurrency", "4"], "simulate"),
+        (["--option", "prompt_cache_bytes=1000"], "simulate"),
+        (["--cost", "decode=nan"], "--cost: decode"),
+        (["--cost", "decode=x"], "--cost"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused(
+    words: list[str], named: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["serve.py", "simulate", *words])
+    with pytest.raises(SystemExit) as stopped:
+        bench.serve.main()
+    assert named in capsys.readouterr().err + str(stopped.value)
