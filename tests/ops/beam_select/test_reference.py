@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from onela import ShapeError
@@ -44,7 +44,7 @@ def by_hand(
 
 
 @given(data=st.data(), seed=st.integers(0, 2**20), constrained=st.booleans(), normalizer=NORMALIZERS)
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_equals_sorting(data: st.DataObject, seed: int, constrained: bool, normalizer: str) -> None:
     generator = torch.Generator().manual_seed(seed)
     widths = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=4))
