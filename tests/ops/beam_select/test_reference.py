@@ -6,11 +6,12 @@ import math
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onela import ShapeError
 from onela.ops.beam_select import beam_select_ref
+from onela.ops.beam_select.reference import _segment_logsumexp
 
 NORMALIZERS = st.sampled_from(["level", "allowed", "given"])
 
@@ -22,29 +23,45 @@ def by_hand(
     width: int,
     nodes: list[int],
     children: list[list[int]] | None,
-    normalizer: str,
-    given_norm: torch.Tensor,
+    norms: torch.Tensor,
 ) -> list[tuple[int, int, float]]:
     """(row, code, score) of the survivors of one request, in the order of the contract."""
     candidates = []
     for row in rows:
-        if nodes[row] < 0 or cum[row] == -math.inf:
-            continue
-        codes = range(logits.shape[1]) if children is None else children[nodes[row]]
-        if normalizer == "level":
-            norm = logits[row].logsumexp(0)
-        elif normalizer == "given":
-            norm = given_norm[row]
-        else:
-            norm = logits[row, list(codes)].logsumexp(0) if codes else torch.tensor(0.0)
-        scores = torch.tensor(cum[row]) + (logits[row] - norm)
-        candidates += [(row, code, float(scores[code])) for code in codes]
+        scores = torch.tensor(cum[row]) + (logits[row] - norms[row])
+        candidates += [
+            (row, code, float(scores[code])) for code in legal_codes(row, logits, cum, nodes, children)
+        ]
     best = sorted(candidates, key=lambda c: (-c[2], c[0], c[1]))[:width]
     return sorted(best)
 
 
+def legal_codes(
+    row: int, logits: torch.Tensor, cum: list[float], nodes: list[int], children: list[list[int]] | None
+) -> list[int]:
+    """What a row may choose from; nothing when it is dead."""
+    if nodes[row] < 0 or cum[row] == -math.inf:
+        return []
+    return list(range(logits.shape[1])) if children is None else children[nodes[row]]
+
+
+def allowed_norms(logits: torch.Tensor, legal: list[list[int]]) -> torch.Tensor:
+    """[N], over the codes that each row may choose from.
+
+    They are summed as the reference sums them: rows with the same values in another order tie or not by the last bit of
+    it, which on some processors depends on a value's place. Held against torch's own, row by row.
+    """
+    rows = torch.tensor([row for row, codes in enumerate(legal) for _ in codes], dtype=torch.int64)
+    codes = torch.tensor([code for codes in legal for code in codes], dtype=torch.int64)
+    norms = _segment_logsumexp(logits[rows, codes], rows, len(legal))
+    for row, codes_of_row in enumerate(legal):
+        expected = logits[row, codes_of_row].logsumexp(0) if codes_of_row else torch.tensor(0.0)
+        torch.testing.assert_close(norms[row], expected, rtol=0, atol=1e-6)
+    return norms
+
+
 @given(data=st.data(), seed=st.integers(0, 2**20), constrained=st.booleans(), normalizer=NORMALIZERS)
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=120, deadline=None)
 def test_equals_sorting(data: st.DataObject, seed: int, constrained: bool, normalizer: str) -> None:
     generator = torch.Generator().manual_seed(seed)
     widths = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=4))
@@ -79,9 +96,13 @@ def test_equals_sorting(data: st.DataObject, seed: int, constrained: bool, norma
         child_codes=codes,
         normalizer=given_norm if normalizer == "given" else normalizer,  # type: ignore[arg-type]
     )
+    if normalizer == "allowed":
+        norms = allowed_norms(logits, [legal_codes(row, logits, cum, nodes, children) for row in range(N)])
+    else:
+        norms = given_norm if normalizer == "given" else logits.logsumexp(-1)
     for r in range(len(widths)):
         rows = range(int(bounds[r]), int(bounds[r + 1]))
-        expected = by_hand(logits, cum, rows, outs[r], nodes, children, normalizer, given_norm)
+        expected = by_hand(logits, cum, rows, outs[r], nodes, children, norms)
         at = int(out_bounds[r])
         for i, (row, code, score) in enumerate(expected):
             assert (int(parents[at + i]), int(chosen[at + i])) == (row, code)

@@ -211,7 +211,7 @@ def test_scale(tree, device):
 
 
 def test_a_row_does_not_depend_on_its_batch(tree, device):
-    """The same beam alone and among others, on a GPU bit for bit."""
+    """The same beam among others and in its place among padding, bit for bit; on a GPU wherever it stands."""
     sizes = Sizes()
     index, slots = step_index(tree, [2, 1, 2], PROMPTS, device)
     rows = random_rows(len(slots), sizes, torch.bfloat16, device)
@@ -239,6 +239,13 @@ def test_a_row_does_not_depend_on_its_batch(tree, device):
         "prompts": index["prompts"][:1],
         "depths": index["depths"][:1],
     }
+    among_padding = index["slots"].new_full(index["slots"].shape, -1)
+    among_padding[n] = index["slots"][n]
+    others = random_rows(len(slots) + 1, sizes, torch.bfloat16, device)
+    replaced = {name: others[name][1:].clone() for name in rows}
+    for name, x in rows.items():
+        replaced[name][n] = x[n]
+    assert torch.equal(run(replaced, {**index, "slots": among_padding})[n], o[n])
     o_alone = run({name: x[n : n + 1] for name, x in rows.items()}, alone)[0]
     if device.type == "cuda":
         assert torch.equal(o_alone, o[n])
