@@ -78,8 +78,6 @@ def draw_step_times(axes: Any, rows: list[dict[str, Any]], what: str, title: str
                 for row in chosen
                 if row["arm"] == arm and row["case"]["tree"] == kind and row["case"]["t"]
             )
-            if not points and what == "model" and kind == "random":
-                points = first_steps(rows, arm)
             if points:
                 name = LABELS[arm] + (", no shared ancestors" if kind == "chain" else "")
                 axes.plot(*zip(*points), style, marker=".", label=name, color=COLOURS[arm])
@@ -87,17 +85,6 @@ def draw_step_times(axes: Any, rows: list[dict[str, Any]], what: str, title: str
     plain_ticks(axes.xaxis, [1, 2, 4, 8, 16, 32, 63, 127, 255])
     plain_ticks(axes.yaxis, [10, 30, 100, 300, 1000, 3000, 5000, 10000, 20000, 50000])
     axes.grid(True, which="major", alpha=0.3)
-
-
-def first_steps(rows: list[dict[str, Any]], arm: str) -> list[tuple[int, float]]:
-    """The steps of a SID of seven tokens, as they stand in the line of the whole forward."""
-    wanted = {"R": 4, "W": 256, "prompt": 1024, "O": 7}
-    steps = [
-        row["steps_us"]
-        for row in rows
-        if row["metric"] == "decode_forward" and row["arm"] == arm and wanted.items() <= row["case"].items()
-    ]
-    return [(t, taken) for t, taken in enumerate(steps[-1]) if t] if steps else []
 
 
 def plain_ticks(axis: Any, ticks: list[int]) -> None:

@@ -202,6 +202,8 @@ def make_table(rows: list[dict[str, Any]], spec: str) -> str:
     ]
     keys = list(dict.fromkeys(keys))
     cases = list(dict.fromkeys(tuple(row["case"].get(k) for k in keys) for row in chosen))
+    # Numbers in their order; names stay as the lines have them.
+    cases.sort(key=lambda case: [v if isinstance(v, (int, float)) else -1 for v in case])
     cells = {(tuple(row["case"].get(k) for k in keys), row["arm"]): format_value(row) for row in chosen}
     lines = ["| " + " | ".join([*keys, *columns]) + " |", "|" + " --- |" * (len(keys) + len(columns))]
     lines += [
