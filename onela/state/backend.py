@@ -50,18 +50,24 @@ class RecurrentBackend(ABC):
         layers: geometry of each layer of the model.
         prompts: the prompts' states, read only here.
         records: the append-only rows; every backend keeps the convolution's inputs there.
-
-    `round_steps`: whether what the parts of a layer's step hand on is rounded to the rows' dtype, as in a chain of
-    16-bit ops: the convolution's sum, the write strength, the recurrence's output.
+        round_steps: whether what the parts of a layer's step hand on is rounded to the rows' dtype, as in a chain of
+            16-bit ops: the convolution's sum, the write strength, the recurrence's output.
     """
 
     name: BackendName
-    round_steps = False
 
-    def __init__(self, layers: Sequence[LayerGeometry], prompts: PromptPool, records: Records) -> None:
+    def __init__(
+        self,
+        layers: Sequence[LayerGeometry],
+        prompts: PromptPool,
+        records: Records,
+        *,
+        round_steps: bool = False,
+    ) -> None:
         self.geometry = {i: layer for i, layer in enumerate(layers) if isinstance(layer, GatedDeltaGeometry)}
         self.prompts = prompts
         self.records = records
+        self.round_steps = round_steps
 
     def reserve(self, num_rows: int, max_depth: int) -> None:
         """Make room for `num_rows` beams of at most `max_depth` decode steps."""
@@ -103,9 +109,9 @@ class RecurrentBackend(ABC):
             round_sum=self.round_steps,
         )
         q, k, v = mixed.split([H * K, H * K, HV * V], dim=-1)
-        g, beta = gated_delta_gates(a, b, A_log=weights.A_log, dt_bias=weights.dt_bias)
-        if self.round_steps:
-            beta = beta.to(b.dtype).to(beta.dtype)
+        g, beta = gated_delta_gates(
+            a, b, A_log=weights.A_log, dt_bias=weights.dt_bias, round_beta=self.round_steps
+        )
         o = self.step(layer, q.reshape(N, H, K), k.reshape(N, H, K), v.reshape(N, HV, V), g, beta, inputs)
         norm = gated_rms_norm
         if self.round_steps:

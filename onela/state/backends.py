@@ -38,15 +38,22 @@ class ReplayBackend(RecurrentBackend):
     Args:
         fused: True: a layer's step is one op, in as few launches as its kernels allow. False: convolution, gates,
             replay and norm are separate ops, as for the other backends.
+        round_steps: as in `RecurrentBackend`; then no step is fused.
     """
 
     name: BackendName = "replay"
 
     def __init__(
-        self, layers: Sequence[LayerGeometry], prompts: PromptPool, records: Records, *, fused: bool = True
+        self,
+        layers: Sequence[LayerGeometry],
+        prompts: PromptPool,
+        records: Records,
+        *,
+        fused: bool = True,
+        round_steps: bool = False,
     ) -> None:
-        super().__init__(layers, prompts, records)
-        self.fused = fused
+        super().__init__(layers, prompts, records, round_steps=round_steps)
+        self.fused = fused and not round_steps
 
     def layer_step(
         self,
@@ -58,7 +65,7 @@ class ReplayBackend(RecurrentBackend):
         a: Tensor,
         inputs: StepInputs,
     ) -> Tensor:
-        if not self.fused or self.round_steps:
+        if not self.fused:
             return super().layer_step(layer, weights, mixed_qkv, z, b, a, inputs)
         return gated_delta_layer_step(
             mixed_qkv,
@@ -112,7 +119,7 @@ class RecordsMovedBackend(ReplayBackend):
 
     Args:
         dtype: the model's, of keys and convolution inputs. record_dtype: of `delta`.
-        fused: as in `ReplayBackend`.
+        fused, round_steps: as in `ReplayBackend`.
     """
 
     name: BackendName = "records_moved"
@@ -126,8 +133,9 @@ class RecordsMovedBackend(ReplayBackend):
         dtype: torch.dtype = torch.float32,
         record_dtype: torch.dtype = torch.float32,
         fused: bool = True,
+        round_steps: bool = False,
     ) -> None:
-        super().__init__(layers, prompts, records, fused=fused)
+        super().__init__(layers, prompts, records, fused=fused, round_steps=round_steps)
         self.dtype = dtype
         self.record_dtype = record_dtype
         self.max_depth = 0
@@ -205,6 +213,7 @@ class FullStateBackend(RecurrentBackend):
         read_parent: True: a step reads the parent's state where it lies and writes the child's into the other
             half. False: the survivors' states are copied into the other half first, and the step updates them
             in place, as engines do.
+        round_steps: as in `RecurrentBackend`.
     """
 
     name: BackendName = "full_state"
@@ -217,8 +226,9 @@ class FullStateBackend(RecurrentBackend):
         *,
         state_dtype: torch.dtype = torch.float32,
         read_parent: bool = False,
+        round_steps: bool = False,
     ) -> None:
-        super().__init__(layers, prompts, records)
+        super().__init__(layers, prompts, records, round_steps=round_steps)
         self.read_parent = read_parent
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             str(i): ((layer.num_value_heads, layer.value_dim, layer.key_dim), state_dtype)
@@ -284,6 +294,7 @@ class ReplaySsmBackend(RecurrentBackend):
     Args:
         shared: True: the checkpoint is the prompt's state, one per request. False: every beam owns a copy of it.
         record_dtype: dtype of `delta` in the buffers. dtype: dtype of the keys in the buffers.
+        round_steps: as in `RecurrentBackend`.
     """
 
     name: BackendName = "replay_ssm"
@@ -297,8 +308,9 @@ class ReplaySsmBackend(RecurrentBackend):
         shared: bool = False,
         dtype: torch.dtype = torch.float32,
         record_dtype: torch.dtype = torch.float32,
+        round_steps: bool = False,
     ) -> None:
-        super().__init__(layers, prompts, records)
+        super().__init__(layers, prompts, records, round_steps=round_steps)
         self.shared = shared
         self.dtype = dtype
         self.record_dtype = record_dtype
@@ -430,46 +442,33 @@ def make_backend(
     """Build a backend by name. Raises `ConfigError` for a name that is none of `BACKENDS`.
 
     Args:
-        round_steps: as in `RecurrentBackend`; then no step is fused.
+        full_state_mode, replay_ssm_checkpoint, fused_layer_step: as in `EngineConfig`, each for its backend.
+        dtype, record_dtype, round_steps: as in the backends.
     """
-    backend = _make(
-        name,
-        layers,
-        prompts,
-        records,
-        dtype=dtype,
-        record_dtype=record_dtype,
-        full_state_mode=full_state_mode,
-        replay_ssm_checkpoint=replay_ssm_checkpoint,
-        fused_layer_step=fused_layer_step,
-    )
-    backend.round_steps = round_steps
-    return backend
-
-
-def _make(
-    name: str,
-    layers: Sequence[LayerGeometry],
-    prompts: PromptPool,
-    records: Records,
-    *,
-    dtype: torch.dtype,
-    record_dtype: torch.dtype,
-    full_state_mode: FullStateMode,
-    replay_ssm_checkpoint: CheckpointMode,
-    fused_layer_step: bool,
-) -> RecurrentBackend:
     if name == "replay":
-        return ReplayBackend(layers, prompts, records, fused=fused_layer_step)
+        return ReplayBackend(layers, prompts, records, fused=fused_layer_step, round_steps=round_steps)
     if name == "records_moved":
         return RecordsMovedBackend(
-            layers, prompts, records, dtype=dtype, record_dtype=record_dtype, fused=fused_layer_step
+            layers,
+            prompts,
+            records,
+            dtype=dtype,
+            record_dtype=record_dtype,
+            fused=fused_layer_step,
+            round_steps=round_steps,
         )
     if name == "full_state":
-        return FullStateBackend(layers, prompts, records, read_parent=full_state_mode == "read_parent")
+        return FullStateBackend(
+            layers, prompts, records, read_parent=full_state_mode == "read_parent", round_steps=round_steps
+        )
     if name == "replay_ssm":
-        shared = replay_ssm_checkpoint == "shared"
         return ReplaySsmBackend(
-            layers, prompts, records, shared=shared, dtype=dtype, record_dtype=record_dtype
+            layers,
+            prompts,
+            records,
+            shared=replay_ssm_checkpoint == "shared",
+            dtype=dtype,
+            record_dtype=record_dtype,
+            round_steps=round_steps,
         )
     raise ConfigError(f"recurrent_backend: {name!r} is none of {', '.join(BACKENDS)}")

@@ -137,13 +137,15 @@ def gated_delta_layer_step(
     return gated_delta_layer_step_ref(mixed_qkv, z, b, a, norm_eps=norm_eps, **layer, **index)
 
 
-def gated_delta_gates(a: Tensor, b: Tensor, *, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+def gated_delta_gates(
+    a: Tensor, b: Tensor, *, A_log: Tensor, dt_bias: Tensor, round_beta: bool = False
+) -> tuple[Tensor, Tensor]:
     """Log decay and write strength from the raw gate inputs: the reference's, in one launch on a GPU."""
     if a.is_cuda and a.dim() == 2 and a.dtype in FLOATS:
         from onela.ops.gated_delta.gates import gated_delta_gates_triton
 
-        return gated_delta_gates_triton(a, b, A_log=A_log, dt_bias=dt_bias)
-    return gates_ref(a, b, A_log=A_log, dt_bias=dt_bias)
+        return gated_delta_gates_triton(a, b, A_log=A_log, dt_bias=dt_bias, round_beta=round_beta)
+    return gates_ref(a, b, A_log=A_log, dt_bias=dt_bias, round_beta=round_beta)
 
 
 def full_state_step(

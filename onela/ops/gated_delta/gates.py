@@ -25,7 +25,7 @@ def gates_kernel(
 
 
 def gated_delta_gates_triton(
-    a: Tensor, b: Tensor, *, A_log: Tensor, dt_bias: Tensor
+    a: Tensor, b: Tensor, *, A_log: Tensor, dt_bias: Tensor, round_beta: bool = False
 ) -> tuple[Tensor, Tensor]:
     """`gated_delta_gates` in one launch. Args: a, b: [N, HV], rows may be strided. Returns: g, beta: [N, HV] fp32."""
     N, HV = a.shape
@@ -35,7 +35,8 @@ def gated_delta_gates_triton(
     for name, tensor in {"a": a, "b": b, "A_log": A_log, "dt_bias": dt_bias}.items():
         check_layout(name, tensor)
     g = torch.empty(N, HV, dtype=torch.float32, device=a.device)
-    beta = torch.empty_like(g)
+    # What is written is rounded to the dtype that it is written in.
+    beta = torch.empty_like(g, dtype=b.dtype if round_beta else torch.float32)
     if N:
         block_hv = triton.next_power_of_2(HV)
         block_n = max(1, 512 // block_hv)
@@ -46,4 +47,4 @@ def gated_delta_gates_triton(
             BLOCK_HV=block_hv,
             num_warps=2,
         )
-    return g, beta
+    return g, beta.to(torch.float32)

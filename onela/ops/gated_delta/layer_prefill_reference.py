@@ -86,9 +86,7 @@ def gated_delta_layer_prefill_ref(
         round_sum=round_steps,
     )
     q, k, v = mixed.split([H * K, H * K, HV * V], dim=-1)
-    g, beta = gated_delta_gates(a, b, A_log=A_log, dt_bias=dt_bias)
-    if round_steps:
-        beta = beta.to(b.dtype).to(beta.dtype)
+    g, beta = gated_delta_gates(a, b, A_log=A_log, dt_bias=dt_bias, round_beta=round_steps)
     states = recurrent_state[places]
     o, final = gated_delta_prefill(
         q.reshape(T, H, K),

@@ -27,7 +27,9 @@ def l2norm_scale(x: Tensor) -> Tensor:
     return torch.rsqrt(x.square().sum(-1, keepdim=True) + L2NORM_EPS)
 
 
-def gated_delta_gates(a: Tensor, b: Tensor, *, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+def gated_delta_gates(
+    a: Tensor, b: Tensor, *, A_log: Tensor, dt_bias: Tensor, round_beta: bool = False
+) -> tuple[Tensor, Tensor]:
     """Log decay and write strength from the raw gate inputs.
 
     `g = -exp(A_log) softplus(a + dt_bias)` (never positive), `beta = sigmoid(b)`.
@@ -35,12 +37,14 @@ def gated_delta_gates(a: Tensor, b: Tensor, *, A_log: Tensor, dt_bias: Tensor) -
     Args:
         a, b: [..., HV] raw projections.
         A_log, dt_bias: [HV].
+        round_beta: round the write strength to b's dtype.
     Returns:
         g, beta: [..., HV] fp32.
     """
     dtype = compute_dtype(a)
     g = -A_log.to(dtype).exp() * F.softplus(a.to(dtype) + dt_bias.to(dtype))
-    return g, b.to(dtype).sigmoid()
+    beta = b.to(dtype).sigmoid()
+    return g, beta.to(b.dtype).to(dtype) if round_beta else beta
 
 
 def split_state(recurrent_state: Tensor) -> Tensor:
