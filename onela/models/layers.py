@@ -22,7 +22,6 @@ from onela.ops.gated_delta import gated_delta_layer_prefill
 from onela.ops.linear import (
     added_linear,
     has_added,
-    has_heads,
     heads_linear,
     linear_swiglu,
     rms_norm_float8,
@@ -287,7 +286,7 @@ class Attention(FusedLinear):
 
     def decode(self, x: Rows, rope: Rope, inputs: StepInputs, state: DecodeState) -> Tensor:
         """Attention of one token per beam: x [N, hidden_size] -> what `out` reads, [N, HQ * head_dim]."""
-        q, k, v, gate = self._project_heads(x, rope) or self._project(x, rope)
+        q, k, v, gate = self._project_heads(x, rope)
         k_cache, v_cache = state.prompts.cache(self.layer)
         o = self.rounding.beam_attention(
             q,
@@ -335,18 +334,15 @@ class Attention(FusedLinear):
         )
         return q, k, v, gate
 
-    def _project_heads(self, x: Rows, rope: Rope) -> tuple[Tensor, Tensor, Tensor, Tensor | None] | None:
-        """As `_project`, in one launch; None where there is no kernel for it."""
-        values, squares, squares_eps = x, None, 0.0
-        if isinstance(x, UnfinishedRows):
-            values, squares, squares_eps = x.values, x.squares, x.eps
+    def _project_heads(self, x: Rows, rope: Rope) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """As `_project`, as one op where the weights are one and wide."""
+        if not isinstance(self.fused, Tensor):
+            return self._project(x, rope)
+        assert not isinstance(x, Float8Rows), "rows in float8 go to weights in float8"
+        values, squares, squares_eps = (
+            (x.values, x.squares, x.eps) if isinstance(x, UnfinishedRows) else (x, None, 0.0)
+        )
         cos, sin = rope
-        if not (
-            isinstance(self.fused, Tensor)
-            and isinstance(values, Tensor)
-            and has_heads(values, self.fused, self.q_norm.weight, cos)
-        ):
-            return None
         return heads_linear(
             values,
             self.fused,

@@ -11,6 +11,7 @@ from onela import BeamParams
 from onela.bench.decode import start
 from onela.bench.models import TINY, engine_of, random_model, vocabulary_of
 from onela.models import layers
+from onela.ops.linear import dispatch
 
 QWEN3: dict[str, Any] = {
     "model_type": "qwen3",
@@ -40,7 +41,7 @@ def test_joined_products_change_a_forward_by_rounding_alone(
         with monkeypatch.context() as patch:
             patch.setattr(layers, "has_added", has_added)
             if not joined:
-                patch.setattr(layers, "has_heads", lambda *given: False)
+                patch.setattr(dispatch, "has_heads", lambda *given: False)
             model = random_model(shape, torch.bfloat16, torch.device("cuda"))
             engine = engine_of(model, vocabulary_of(3, 512), "replay", cuda_graphs=False)
             start(engine, 2, 50, BeamParams(beam_width=100))

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from onela.ops._device import has_wgmma, multiprocessors
 from onela.ops.linear.reference import (
     added_linear_ref,
+    check_heads,
+    cut_heads,
     float8_linear_ref,
-    heads_linear_ref,
     normed_linear_ref,
     quantize_rows_ref,
     rms_norm_float8_ref,
     swiglu_float8_ref,
 )
-from onela.ops.norm import swiglu
+from onela.ops.norm import qk_norm_rotary, swiglu
 
 HALVES = (torch.bfloat16, torch.float16)
 MAX_ROW = 32768
@@ -125,26 +124,44 @@ def heads_linear(
     squares: Tensor | None = None,
     squares_eps: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """`heads_linear_ref`, by its kernel where `has_heads` says so.
+    """`heads_linear_ref`: in one launch where `has_heads` says so, else as a product and what follows it.
 
     Args, Returns, Raises: as in `heads_linear_ref`.
-    Numerics: as in the implementation that runs.
+    Numerics: as in the implementations that run.
     """
-    norms = {"q_weight": q_weight, "k_weight": k_weight, "eps": eps, "zero_centered": zero_centered}
-    options: dict[str, Any] = {
-        **norms,
-        "cos": cos,
-        "sin": sin,
-        "num_heads": num_heads,
-        "num_kv_heads": num_kv_heads,
-        "squares": squares,
-        "squares_eps": squares_eps,
-    }
     if has_heads(x, weight, q_weight, cos):
         from onela.ops.linear.joined_hopper import heads_linear_hopper
 
-        return heads_linear_hopper(x, weight, **options)
-    return heads_linear_ref(x, weight, **options)
+        return heads_linear_hopper(
+            x,
+            weight,
+            q_weight=q_weight,
+            k_weight=k_weight,
+            cos=cos,
+            sin=sin,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            eps=eps,
+            zero_centered=zero_centered,
+            squares=squares,
+            squares_eps=squares_eps,
+        )
+    gated = check_heads(x, weight, q_weight, k_weight, cos, sin, num_heads, num_kv_heads, squares)
+    rows = normed_linear(x, weight, squares=squares, eps=squares_eps)
+    q, k, v, gate = cut_heads(rows, q_weight.shape[0], num_heads, num_kv_heads, gated)
+    q, k = qk_norm_rotary(
+        q,
+        k,
+        q_weight=q_weight,
+        k_weight=k_weight,
+        cos=cos,
+        sin=sin,
+        eps=eps,
+        zero_centered=zero_centered,
+        # Beside their gates heads would lie apart.
+        in_place=not gated,
+    )
+    return q, k, v, gate
 
 
 def has_heads(x: Tensor, weight: Tensor, q_weight: Tensor, cos: Tensor) -> bool:

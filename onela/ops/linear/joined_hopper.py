@@ -15,7 +15,7 @@ from onela.errors import ShapeError
 from onela.ops._checks import check_float
 from onela.ops._device import multiprocessors
 from onela.ops.linear import _joined_hopper_kernel as kernel
-from onela.ops.linear.reference import check_heads, check_joined, part_heads
+from onela.ops.linear.reference import check_heads, check_joined
 
 PLAIN, GATED, ADDED, HEADS = (mode.value for mode in (kernel.PLAIN, kernel.GATED, kernel.ADDED, kernel.HEADS))
 DEPTH = 64
@@ -132,7 +132,11 @@ def heads_linear_hopper(
         HEADS, x, weight, o, tile=tile, squares=squares, eps=squares_eps, zero_centered=zero_centered,
         heads=(q_weight, k_weight, cos, sin), head_eps=eps, kind=(num_heads, num_kv_heads, int(gated), cos.shape[1]),
     )  # fmt: skip
-    return part_heads(o.view(N, -1, head_dim), num_heads, num_kv_heads, gated)
+    # The kernel writes queries, gates, keys, values.
+    q, gate, k, v = o.view(N, -1, head_dim).split(
+        [num_heads, num_heads * gated, num_kv_heads, num_kv_heads], 1
+    )
+    return q, k, v, gate if gated else None
 
 
 def choose_tile(

@@ -161,17 +161,14 @@ def heads_linear_ref(
         eps, zero_centered: as in `rms_norm_ref`, of queries and keys.
         squares, squares_eps: as `squares` and `eps` in `normed_linear_ref`, of x.
     Returns:
-        q: [N, HQ, D]. k, v: [N, HKV, D]. gate: [N, HQ, D], or None. All in x's dtype; heads of a row adjoin.
+        q: [N, HQ, D]. k, v: [N, HKV, D]. gate: [N, HQ, D], or None. All in x's dtype; a gate's heads may lie apart.
 
     Numerics: as in `normed_linear_ref`, then as in `qk_norm_rotary_ref`.
     Raises: ShapeError, DtypeError.
     """
     gated = check_heads(x, weight, q_weight, k_weight, cos, sin, num_heads, num_kv_heads, squares)
-    o = normed_linear_ref(x, weight, squares=squares, eps=squares_eps).view(len(x), -1, q_weight.shape[0])
-    if gated:
-        queries, rest = o[:, : 2 * num_heads], o[:, 2 * num_heads :]
-        o = torch.cat([queries[:, ::2], queries[:, 1::2], rest], 1)
-    q, k, v, gate = part_heads(o, num_heads, num_kv_heads, gated)
+    o = normed_linear_ref(x, weight, squares=squares, eps=squares_eps)
+    q, k, v, gate = cut_heads(o, q_weight.shape[0], num_heads, num_kv_heads, gated)
     q, k = qk_norm_rotary_ref(
         q, k, q_weight=q_weight, k_weight=k_weight, cos=cos, sin=sin, eps=eps, zero_centered=zero_centered
     )
@@ -206,12 +203,13 @@ def check_heads(
     return gates > 0
 
 
-def part_heads(
-    heads: Tensor, num_heads: int, num_kv_heads: int, gated: bool
+def cut_heads(
+    rows: Tensor, head_dim: int, num_heads: int, num_kv_heads: int, gated: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Queries, keys, values and gates of [N, heads, D], where they lie as queries, gates, keys, values."""
+    """Queries, keys, values and gates of a map's rows [N, size], as its weight has them; views."""
+    heads = rows.view(len(rows), rows.shape[1] // head_dim, head_dim)
     first = num_heads * (1 + gated)
-    q, gate = heads[:, :num_heads], heads[:, num_heads:first] if gated else None
+    q, gate = (heads[:, :first:2], heads[:, 1:first:2]) if gated else (heads[:, :first], None)
     return q, heads[:, first : first + num_kv_heads], heads[:, first + num_kv_heads :], gate
 
 

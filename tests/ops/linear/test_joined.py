@@ -53,9 +53,10 @@ def test_a_wide_residual_takes_the_sum_unrounded() -> None:
 
 
 @pytest.mark.parametrize("gated", [True, False])
-def test_heads_are_those_of_single_maps(gated: bool) -> None:
+@pytest.mark.parametrize("N", [0, 5])
+def test_heads_are_those_of_single_maps(N: int, gated: bool) -> None:
     torch.manual_seed(0)
-    N, K, HQ, HKV, D = 5, 12, 4, 2, 8
+    K, HQ, HKV, D = 12, 4, 2, 8
     x = torch.randn(N, K, dtype=torch.float64)
     maps = {name: torch.randn(heads, D, K, dtype=torch.float64) for name, heads in (("q", HQ), ("gate", HQ))}
     maps |= {name: torch.randn(HKV, D, K, dtype=torch.float64) for name in "kv"}
