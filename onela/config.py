@@ -134,6 +134,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _check_options(self)
+        check_rounding(self.rounding, self.quantization)
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> EngineConfig:
@@ -216,6 +217,15 @@ def check_choice(option: str, value: Any, *, written: str | None = None) -> None
     """
     if value not in CHOICES[option]:
         raise ConfigError(f"{written or option}: {value!r} is none of {', '.join(CHOICES[option])}")
+
+
+def check_rounding(rounding: str, quantization: str) -> None:
+    """Refuse a way to round that the weights do not allow. Raises `ConfigError`."""
+    if rounding != "least" and quantization != "none":
+        raise ConfigError(
+            f"rounding: {rounding!r} does not go with quantization {quantization!r}, only with 'none': "
+            "transformers has no such weights to round like"
+        )
 
 
 def _gather(

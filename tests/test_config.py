@@ -39,6 +39,16 @@ def test_unusable_values_are_named(environ: dict[str, str], options: dict[str, A
         EngineConfig.from_env(environ, **options)
 
 
+def test_float8_weights_have_no_rounding_of_transformers() -> None:
+    """Refused before anything is loaded, wherever the two come from."""
+    refusal = "rounding: 'transformers' does not go with quantization 'fp8', only with 'none'"
+    with pytest.raises(ConfigError, match=refusal):
+        EngineConfig(rounding="transformers", quantization="fp8")
+    with pytest.raises(ConfigError, match=refusal):
+        EngineConfig.from_env({"ONELA_ROUNDING": "transformers"}, quantization="fp8")
+    assert EngineConfig(rounding="least", quantization="fp8").quantization == "fp8"
+
+
 @pytest.mark.parametrize("port", [-1, 65536, "8000"])
 def test_a_port_that_does_not_exist_is_refused(port: Any) -> None:
     with pytest.raises(ConfigError, match="port"):

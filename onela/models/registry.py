@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from onela.config import check_choice
+from onela.config import check_choice, check_rounding
 from onela.errors import CheckpointError, ConfigError
 from onela.models.causal_lm import CausalLM
 from onela.models.config import ModelConfig, read_json
@@ -66,10 +66,7 @@ def load_model(
     device = torch.device(device)
     check_choice("quantization", quantization)
     check_choice("rounding", rounding)
-    if quantization != "none" and rounding != "least":
-        raise ConfigError(
-            f"rounding: {rounding!r} does not go with quantization {quantization!r}, only with 'none'"
-        )
+    check_rounding(rounding, quantization)
     dtype_found = resolve_dtype(dtype, values, device)
     model = load_weights(family, config, directory, dtype=dtype_found, device=device, rounding=rounding)
     if quantization == "fp8":

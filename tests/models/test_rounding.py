@@ -171,7 +171,7 @@ def test_the_option_is_checked(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="rounding: 'most' is none of least, transformers"):
         load_model(tmp_path, rounding="most")
     with pytest.raises(ConfigError, match="rounding: 'transformers' does not go with quantization 'fp8'"):
-        engine_of(tmp_path, rounding="transformers", quantization="fp8")
+        load_model(tmp_path, rounding="transformers", quantization="fp8")
     model = load_model(tmp_path)
     with pytest.raises(
         ConfigError, match="rounding: 'transformers' was asked for, the model given has 'least'"
