@@ -55,7 +55,7 @@ def check(
     keep_best: KeepBestOption = False,
     json_output: JsonOption = False,
 ) -> None:
-    """Load a catalogue, report every count, and fail on the first malformed line."""
+    """Load a catalogue, report every count, and fail on the first malformed line, or on a saved one that is damaged."""
     catalog = ItemCatalog.load(
         source,
         vocabulary=_vocabulary(model, vocabulary, sid_pattern),
@@ -65,6 +65,7 @@ def check(
         info=info,
         duplicates="best" if keep_best else "error",
     )
+    catalog.verify()
     facts = {
         "items": catalog.num_items,
         "sids": catalog.num_sids,

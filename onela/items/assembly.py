@@ -91,7 +91,7 @@ def assemble(columns: CatalogColumns, duplicates: str = "error") -> Assembled:
     id_rows = place[id_order]
     del place, id_order
     stored = _reorder(columns, order)
-    version = _version(stored, item_offsets, trie)
+    version = content_version(stored, item_offsets, trie)
     return Assembled(stored, item_offsets, id_keys, id_rows, trie, version)
 
 
@@ -152,7 +152,8 @@ def _reorder(columns: CatalogColumns, order: np.ndarray) -> CatalogColumns:
     )
 
 
-def _version(columns: CatalogColumns, item_offsets: np.ndarray, trie: ItemTrie) -> str:
+def content_version(columns: CatalogColumns, item_offsets: np.ndarray, trie: ItemTrie) -> str:
+    """Hash of a catalogue's arrays, columns in storage order."""
     digest = hashlib.blake2b(digest_size=8)
 
     def add(name: str, values: Any) -> None:

@@ -225,6 +225,10 @@ def test_catalog_convert(files: dict[str, str], tmp_path: Path) -> None:
         for target in ("items.parquet", "saved", "again.jsonl")
     }
     assert len(versions) == 1
+    titles = tmp_path / "saved" / "titles_data.npy"
+    titles.write_bytes(titles.read_bytes()[:-1] + b"?")
+    damaged = run("catalog", "check", str(tmp_path / "saved"), code=2).stderr
+    assert "saved: is damaged: its content has the version" in damaged
 
 
 def test_catalog_inspect(tmp_path: Path) -> None:

@@ -154,6 +154,29 @@ def test_what_leads_nowhere_is_refused_before_it_is_served(
         ItemCatalog.load(path, vocabulary)
 
 
+def test_content_that_is_not_its_versions_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    ItemCatalog.from_items(ITEMS).save(path)
+    ItemCatalog.load(path).verify()
+    damaged = 0
+    for file in sorted(path.glob("*.npy")):
+        kept = file.read_bytes()
+        file.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
+        with pytest.raises(CatalogError, match=f"^{re.escape(str(path))}"):
+            ItemCatalog.load(path).verify()
+        file.write_bytes(kept)
+        damaged += 1
+    assert damaged >= 8
+    ItemCatalog.load(path).verify()
+    header = json.loads((path / "catalog.json").read_text())
+    (path / "catalog.json").write_text(json.dumps({**header, "version": "0123456789abcdef"}))
+    with pytest.raises(
+        CatalogError,
+        match=f"c: is damaged: its content has the version {header['version']}, not 0123456789abcdef",
+    ):
+        ItemCatalog.load(path).verify()
+
+
 def test_metadata_that_is_no_json_is_a_catalogues_fault(tmp_path: Path) -> None:
     ItemCatalog.from_items(ITEMS).save(tmp_path / "c")
     np.save(tmp_path / "c" / "metadata_data.npy", np.frombuffer(b'{"k":x}', dtype=np.uint8))
