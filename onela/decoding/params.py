@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import numbers
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -47,8 +47,9 @@ class BeamParams:
     def __post_init__(self) -> None:
         self._set_count("beam_width", MAX_BEAM_WIDTH)
         if self.beam_width_array is not None:
-            if isinstance(self.beam_width_array, (str, bytes)) or not isinstance(
-                self.beam_width_array, Sequence
+            # An array of NumPy's is no `Sequence`, but a list of widths.
+            if isinstance(self.beam_width_array, (str, bytes, Mapping, Set)) or not isinstance(
+                self.beam_width_array, Collection
             ):
                 raise RequestError(
                     "beam_width_array", "a list of widths is expected", value=self.beam_width_array

@@ -46,6 +46,11 @@ class PromptOptions:
     chat_template: bool = False
     enable_thinking: bool = False
 
+    def __post_init__(self) -> None:
+        for name in ("chat_template", "enable_thinking"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}: true or false is expected, got {getattr(self, name)!r}")
+
 
 class PromptEncoder:
     """Turns requests into tokens.
@@ -69,8 +74,10 @@ class PromptEncoder:
     def encode(self, request: Request) -> np.ndarray[Any, np.dtype[np.int32]]:
         """The prompt's tokens, [length] int32. Raises `RequestError` that names the field."""
         if request.prompt_token_ids is not None:
-            given = request.prompt_token_ids
+            given: Any = request.prompt_token_ids
             try:
+                # An array's or a tensor's own list holds Python's numbers, and is made faster.
+                given = given.tolist() if hasattr(given, "tolist") else given
                 tokens = given if isinstance(given, (list, tuple)) else list(given)
             except TypeError:
                 raise RequestError(
@@ -155,16 +162,19 @@ class PromptEncoder:
             array = np.frombuffer(struct.pack(f"={len(tokens)}i", *tokens), dtype=np.int32)
         except (struct.error, TypeError, OverflowError):
             array = None
-        if array is None or array.min() < 0 or array.max() >= self.vocab_size:
-            self._name_unusable(field, tokens)
+        lowest, highest = (-1, 0) if array is None else (int(array.min()), int(array.max()))
+        # True and False pass as 1 and 0; a prompt without these need not be looked through for them.
+        doubtful = lowest <= 1 and set(map(type, tokens)) != {int}
+        if lowest < 0 or highest >= self.vocab_size or doubtful:
+            self._refuse_unusable(field, tokens)
         assert array is not None, "tokens within the vocabulary are int32"
         return array
 
-    def _name_unusable(self, field: str, tokens: Sequence[Any]) -> None:
-        """Raise `RequestError` for the first token that is no whole number or lies outside the vocabulary."""
+    def _refuse_unusable(self, field: str, tokens: Sequence[Any]) -> None:
+        """Raise `RequestError` for the first token that is no whole number or lies outside the vocabulary, if any."""
         for place, token in enumerate(tokens):
             try:
-                number = operator.index(token)
+                number = _whole(token)
             except TypeError:
                 raise RequestError(
                     field, f"the token in place {place} is not a whole number", value=token
@@ -196,6 +206,13 @@ class PromptEncoder:
                 f"forced_prefix: token {max(tokens)} lies outside the model's vocabulary of {self.vocab_size}"
             )
         return tokens
+
+
+def _whole(token: Any) -> int:
+    """A token as an integer. Raises `TypeError` for what is none, and for a boolean, NumPy's and torch's too."""
+    if isinstance(token, bool) or str(getattr(token, "dtype", "")).endswith("bool"):
+        raise TypeError("a boolean is no token")
+    return operator.index(token)
 
 
 def _check_messages(messages: Any) -> None:

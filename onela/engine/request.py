@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import sys
+import math
+import numbers
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, NamedTuple
@@ -17,6 +19,8 @@ FinishReason = Literal["stop", "exhausted", "filtered"]
 @dataclass(frozen=True)
 class Request:
     """One user's prompt. Give exactly one of `prompt_token_ids`, `prompt` and `messages`.
+
+    Numbers may be NumPy's; `priority` and `timeout_s` are kept as Python's.
 
     Attributes:
         prompt_token_ids: the prompt as tokens, run as they are.
@@ -48,12 +52,11 @@ class Request:
     logprobs: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.priority, bool) or not isinstance(self.priority, int):
+        if isinstance(self.priority, bool) or not isinstance(self.priority, numbers.Integral):
             raise RequestError("priority", "a whole number is expected", value=self.priority)
-        if self.timeout_s is not None and not (_is_number(self.timeout_s) and self.timeout_s > 0):
-            raise RequestError(
-                "timeout_s", "a finite number of seconds above 0 is expected", value=self.timeout_s
-            )
+        object.__setattr__(self, "priority", int(self.priority))
+        if self.timeout_s is not None:
+            object.__setattr__(self, "timeout_s", _seconds(self.timeout_s))
         if self.params is not None and not isinstance(self.params, BeamParams):
             raise RequestError(
                 "params", "a BeamParams is expected; BeamParams.parse takes a mapping", value=self.params
@@ -80,10 +83,15 @@ def prompt_field(request: Request) -> str:
     return "messages" if request.prompt is None else "prompt"
 
 
-def _is_number(value: Any) -> bool:
-    return (
-        not isinstance(value, bool) and isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
-    )
+def _seconds(value: Any) -> float:
+    """A timeout as a `float`; any real number will do, but no `bool`. Raises `RequestError`."""
+    seconds = math.nan
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        with contextlib.suppress(OverflowError):
+            seconds = float(value)
+    if not 0 < seconds < math.inf:
+        raise RequestError("timeout_s", "a finite number of seconds above 0 is expected", value=value)
+    return seconds
 
 
 class RecommendedItem(NamedTuple):

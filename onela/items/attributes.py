@@ -63,6 +63,7 @@ class AttributeIndex:
                 raise RequestError(field, f"no item of the catalogue has this attribute; {known}")
             wanted = filter[name]
             values = wanted if isinstance(wanted, (list, tuple)) else [wanted]
+            values = [value.item() if isinstance(value, np.generic) else value for value in values]
             if not all(type(value) in _KINDS for value in values):
                 raise RequestError(field, "a string, number, boolean, or a list of them", value=wanted)
             parsed.append((name, tuple(sorted({_value(value) for value in values}))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -127,10 +128,14 @@ class ItemCatalog:
         Raises:
             CatalogError: columns of different length, wrong types, and as `load`.
         """
-        sids = np.asarray(sids)
+        rows, sids = sids, np.asarray(sids)
         if sids.ndim != 2 or sids.shape[1] == 0 or (sids.size and sids.dtype.kind not in "iu"):
             given = f"{sids.dtype} {list(sids.shape)}"
             raise CatalogError(f"sids: expected integers of shape [M, num_levels], got {given}")
+        # Among integers a boolean becomes one.
+        if rows is not sids and bool in map(type, itertools.chain.from_iterable(rows)):
+            place = next(place for place, row in enumerate(rows) if bool in map(type, row))
+            raise CatalogError(f"sids: {rows[place]!r} has a boolean, expected integers", line=place + 1)
         ids = id_column(item_ids)
         heft = None if weights is None else np.asarray(weights, dtype=np.float64)
         texts = None

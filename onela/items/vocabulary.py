@@ -382,8 +382,10 @@ def _int_array(values: Any, name: str) -> np.ndarray:
     array = np.asarray(values)
     if array.ndim != 1 or array.size == 0:
         raise VocabularyError(f"{name}: expected a non-empty list of integers, got shape {array.shape}")
-    if array.dtype.kind not in "iu":
-        raise VocabularyError(f"{name}: expected integers, got {array.dtype}")
+    # Among integers a boolean becomes one.
+    boolean = array.dtype.kind == "b" or (array is not values and bool in map(type, values))
+    if array.dtype.kind not in "iu" or boolean:
+        raise VocabularyError(f"{name}: expected integers, got {'bool' if boolean else array.dtype}")
     if int(array.min()) < 0:
         raise VocabularyError(f"{name}: {int(array.min())} is negative")
     return array.astype(np.int64)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from onela import ConfigError, Request, RequestError, SidVocabulary
 from onela.engine.prompting import PromptEncoder, PromptOptions
@@ -74,11 +75,43 @@ class TestForcedPrefix:
         assert encoder(tokenizer).encode(Request(prompt_token_ids=(5, 6))).tolist() == [5, 6]
 
     @pytest.mark.parametrize(
-        "given", [(5, 6), range(5, 7), np.array([5, 6]), np.array([5, 6], dtype=np.uint8), [np.int32(5), 6]]
+        "given",
+        [
+            (0, 6),
+            range(0, 7, 6),
+            np.array([0, 6]),
+            np.array([0, 6], dtype=np.uint8),
+            [np.int32(0), 6],
+            [np.uint64(0), np.int8(6)],
+            torch.tensor([0, 6]),
+            [torch.tensor(0), 6],
+        ],
+        ids=repr,
     )
     def test_tokens_may_be_any_whole_numbers(self, tokenizer: Any, given: Any) -> None:
         tokens = encoder(tokenizer).encode(Request(prompt_token_ids=given))
-        assert (tokens.dtype, tokens.tolist()) == (np.int32, [5, 6])
+        assert (tokens.dtype, tokens.tolist()) == (np.int32, [0, 6])
+
+    @pytest.mark.parametrize(
+        ("given", "shown"),
+        [
+            ([2, True], "True"),
+            ((5, False), "False"),
+            ([5, np.True_], r"np\.True_"),
+            ([5, torch.tensor(True)], r"tensor\(True\)"),
+            ([5, np.array(True)], r"array\(True\)"),
+        ],
+        ids=repr,
+    )
+    def test_a_boolean_is_no_token(self, tokenizer: Any, given: Any, shown: str) -> None:
+        message = rf"^prompt_token_ids: the token in place 1 is not a whole number \(got {shown}\)"
+        with pytest.raises(RequestError, match=message):
+            encoder(tokenizer).encode(Request(prompt_token_ids=given))
+
+    @pytest.mark.parametrize("given", [np.array([True, False]), torch.tensor([True, False])], ids=repr)
+    def test_an_array_of_booleans_is_no_prompt(self, tokenizer: Any, given: Any) -> None:
+        with pytest.raises(RequestError, match="the token in place 0 is not a whole number"):
+            encoder(tokenizer).encode(Request(prompt_token_ids=given))
 
     @pytest.mark.parametrize("token", [-(2**31) - 1, 2**31, 2**70])
     def test_a_token_that_no_int32_holds(self, tokenizer: Any, token: int) -> None:
@@ -86,6 +119,12 @@ class TestForcedPrefix:
             RequestError, match="prompt_token_ids: the token in place 1 lies outside the vocab"
         ):
             encoder(tokenizer).encode(Request(prompt_token_ids=[3, token]))
+
+    @pytest.mark.parametrize("name", ["chat_template", "enable_thinking"])
+    @pytest.mark.parametrize("value", ["no", 1, None])
+    def test_a_switch_is_true_or_false(self, name: str, value: Any) -> None:
+        with pytest.raises(ConfigError, match=f"{name}: true or false is expected, got {value!r}"):
+            PromptOptions(**{name: value})
 
     @pytest.mark.parametrize("prefix", [None, 3])
     def test_no_text(self, tokenizer: Any, prefix: Any) -> None:

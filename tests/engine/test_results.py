@@ -7,6 +7,7 @@ import gc
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 
 from onela import RecommendedItem, Request, RequestError, Result
@@ -64,6 +65,11 @@ def test_a_result_becomes_plain_dictionaries() -> None:
         ("session_id", b"user"),
         ("logprobs", "no"),
         ("logprobs", 3),
+        ("priority", True),
+        ("priority", np.True_),
+        ("priority", 1.0),
+        ("timeout_s", True),
+        ("timeout_s", np.float32("nan")),
         ("prompt_token_ids", {1, 17}),
         ("prompt_token_ids", {1: 2}),
         ("prompt_token_ids", b"\x01\x11"),
@@ -73,3 +79,9 @@ def test_a_result_becomes_plain_dictionaries() -> None:
 def test_a_field_of_another_kind_is_refused_by_its_name(field: str, value: Any) -> None:
     with pytest.raises(RequestError, match=f"^{field}: "):
         Request(**{"prompt_token_ids": [1, 17], field: value})
+
+
+def test_numbers_of_numpy_are_kept_as_pythons() -> None:
+    request = Request(prompt_token_ids=[1], priority=np.int8(3), timeout_s=np.float32(2.5))  # type: ignore[arg-type]
+    assert (type(request.priority), request.priority) == (int, 3)
+    assert (type(request.timeout_s), request.timeout_s) == (float, 2.5)

@@ -286,6 +286,8 @@ def test_strings_that_share_a_hash_are_two_items(monkeypatch: pytest.MonkeyPatch
         (([1], [[1, 2], [3, 4]]), "item_ids: 1 entries, but sids has 2"),
         (([1, 2], [1, 2]), r"sids: expected integers of shape \[M, num_levels\], got int64 \[2\]"),
         (([1, 2], [[0.5], [1.0]]), "sids: expected integers"),
+        (([1, 2], [[0, 1], [2, True]]), r"sids: \[2, True\] has a boolean, expected integers"),
+        (([True, 2], [[0, 1], [2, 1]]), "item_id: expected all strings or all integers, got True"),
         (([1, 2], np.zeros((2, 0), dtype=np.int32)), "sids: expected integers"),
         (([1, 2], [[1], [-2]]), "line 2|code -2 of level 0 is out of range"),
         (([], np.zeros((0, 3), dtype=np.int32)), "no item in it"),

@@ -226,6 +226,21 @@ def test_a_wrong_filter_is_refused_by_name(arguments: dict[str, Any], field: str
         small().compile(**arguments)
 
 
+@pytest.mark.parametrize(
+    ("given", "plain"),
+    [
+        ({"lang": np.str_("en")}, {"lang": "en"}),
+        ({"in_stock": [np.True_]}, {"in_stock": True}),
+        ({"year": np.int64(2)}, {"year": 2}),
+        ({"year": np.float32(2)}, {"year": 2}),
+    ],
+    ids=repr,
+)
+def test_values_may_be_numpys(given: dict[str, Any], plain: dict[str, Any]) -> None:
+    attributes = small().attributes
+    assert attributes.parse(given) == attributes.parse(plain)
+
+
 def test_ids_may_come_in_any_collection_but_text() -> None:
     index = EligibilityIndex(
         ItemCatalog.from_items([{"item_id": name, "sid": [i]} for i, name in enumerate("abc")])
