@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -17,8 +18,8 @@ from onela.errors import (
     RequestError,
     UnavailableError,
     shorten,
-    shown,
 )
+from onela.serve.validation import faults_of
 from onela.serve.wire import Json
 
 # Error -> (status, type, code); the first that fits. Whatever is not here is the server's own fault.
@@ -33,6 +34,9 @@ STATUS: tuple[tuple[type[OneLAError], int, str, str], ...] = (
     (UnavailableError, 503, "unavailable_error", "unavailable"),
     (OneLAError, 500, "server_error", "engine_error"),
 )
+
+MAX_FAULTS = 20
+"""Fields that an answer tells what is wrong with."""
 
 
 def classify(error: OneLAError) -> tuple[int, str, str]:
@@ -65,33 +69,10 @@ def error_response(error: OneLAError) -> Json:
 
 def validation_response(errors: Sequence[Any], body: Any) -> Json:
     """The answer to a body that has the wrong shape: every field that is wrong, the first one as `param`."""
-    wrong: dict[tuple[str, str], None] = {}
-    for error in errors[:20]:
-        wrong[_field(error, body), error["msg"] + _got(error)] = None
-    message = "; ".join(f"{shorten(field)}: {text}" for field, text in wrong)
-    first, _ = next(iter(wrong))
+    wrong = dict.fromkeys((fault.field, fault.text + fault.given) for fault in faults_of(errors, body))
+    first = next(iter(wrong))[0]
+    message = "; ".join(f"{shorten(field)}: {text}" for field, text in itertools.islice(wrong, MAX_FAULTS))
     return Json(error_body(message, "invalid_request_error", "invalid_request", first), 422)
-
-
-def _got(error: Any) -> str:
-    """The value that was given, where it is one and not the whole body or a list."""
-    given = error.get("input")
-    if error["type"] in ("missing", "extra_forbidden") or isinstance(given, (dict, list)):
-        return ""
-    return f" (got {shown(given)})"
-
-
-def _field(error: Any, body: Any) -> str:
-    """The field as the client wrote it: the place of an error without the names of the types that were tried."""
-    place = []
-    for part in error["loc"][1:]:
-        inside = isinstance(body, dict) and part in body
-        if inside or (isinstance(body, list) and isinstance(part, int) and part < len(body)):
-            body = body[part]
-            place.append(str(part))
-        elif error["type"] == "missing" and isinstance(part, str):
-            place.append(part)
-    return ".".join(place) or "body"
 
 
 def http_response(status: int, detail: str, headers: Any = None) -> Json:

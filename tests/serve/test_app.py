@@ -170,6 +170,14 @@ def test_token_prompts_of_completions_are_named_as_they_were_sent(
     assert error["message"].startswith("prompt: ")
 
 
+def test_of_the_forms_of_a_prompt_the_one_that_was_meant_is_told(client: httpx.Client) -> None:
+    response = client.post("/v1/completions", json={"model": "onela", "prompt": [5, -1], "n": 4})
+    assert response.status_code == 422
+    message = "prompt.1: Input should be greater than or equal to 0 (got -1)"
+    assert response.json()["error"]["message"] == message
+    assert response.json()["error"]["param"] == "prompt.1"
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"nul", b'{"prompt_token_ids": [NaN]}', b"\xff\xfe"])
 def test_what_is_no_json_object_is_422(client: httpx.Client, content: bytes) -> None:
     response = client.post("/v1/recommend", content=content, headers={"content-type": "application/json"})
