@@ -171,6 +171,9 @@ class ServerConfig:
     max_item_ids: int = _option(
         10000, "most entries of exclude_item_ids, allow_item_ids or a filter", minimum=1
     )
+    body_timeout_s: int = _option(
+        60, "seconds without another piece of a request's body after which it is answered 408", minimum=1
+    )
     default_timeout_s: int = _option(60, "timeout_s of requests that have none", minimum=1)
     drain_s: int = _option(30, "seconds that requests under way get to end on shutdown", minimum=0)
 

@@ -35,6 +35,9 @@ def serve(
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
     model_name: Annotated[str | None, typer.Option(help="Name in /v1/models.")] = None,
+    body_timeout_s: Annotated[
+        int | None, typer.Option(help="Seconds that a request's body may stand still.")
+    ] = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     quantization: QuantizationOption = None,
@@ -82,7 +85,9 @@ def serve(
         from onela.serve.run import DrainingServer, check_address
     except ImportError as error:
         raise UnavailableError(f"onela serve needs the packages of onela[serve] ({error})") from None
-    config = ServerConfig.from_env(**given({"host": host, "port": port, "model_name": model_name}))
+    config = ServerConfig.from_env(
+        **given({"host": host, "port": port, "model_name": model_name, "body_timeout_s": body_timeout_s})
+    )
     options = given(
         {
             "device": device,

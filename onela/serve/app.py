@@ -28,10 +28,10 @@ from onela.serve.wire import Json, JsonRoute
 logger = logging.getLogger(__name__)
 PAGE = Path(__file__).with_name("page.html")
 T = TypeVar("T")
-STATUSES = (400, 401, 413, 422, 429, 499, 500, 503, 504)
+STATUSES = (400, 401, 408, 413, 422, 429, 499, 500, 503, 504)
 RESPONSES: dict[int | str, dict[str, Any]] = {code: {"model": protocol.ErrorResponse} for code in STATUSES}
 ADMIN_RESPONSES: dict[int | str, dict[str, Any]] = {
-    code: {"model": protocol.ErrorResponse} for code in (400, 401, 403, 409, 413, 422)
+    code: {"model": protocol.ErrorResponse} for code in (400, 401, 403, 408, 409, 413, 422)
 }
 STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 NOT_READY: dict[int | str, dict[str, Any]] = {503: {"description": "Not now."}}
@@ -47,7 +47,7 @@ class Server:
     def __init__(self, engine: Engine, config: ServerConfig) -> None:
         self.config = config
         self.metrics = Metrics()
-        self.bodies = Bodies()
+        self.bodies = Bodies(config.body_timeout_s)
         self.engine = AsyncEngine(
             engine, on_step=self.metrics.step, max_prompt_tokens=config.max_prompt_tokens
         )

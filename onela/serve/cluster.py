@@ -30,10 +30,10 @@ from onela.engine.prompting import PromptOptions
 from onela.errors import ConfigError, UnavailableError
 from onela.items import SidVocabulary
 from onela.serve.app import create_app
-from onela.serve.failures import error_response
+from onela.serve.failures import error_response, http_response
 from onela.serve.merge import merge_metrics
 from onela.serve.metrics import CONTENT_TYPE
-from onela.serve.middleware import ADMIN_PREFIX
+from onela.serve.middleware import ADMIN_PREFIX, stalled
 from onela.serve.run import share_the_interpreter, spare_the_loaded
 
 logger = logging.getLogger(__name__)
@@ -163,14 +163,18 @@ class Replica:
 class Gateway:
     """Takes requests and finds the replica of each."""
 
-    def __init__(self, replicas: DeploymentHandle, max_body_bytes: int) -> None:
+    def __init__(self, replicas: DeploymentHandle, max_body_bytes: int, body_timeout_s: float) -> None:
         self.replicas = replicas
         self.max_body_bytes = max_body_bytes
+        self.body_timeout_s = body_timeout_s
 
     async def __call__(self, request: Request) -> Response:
         """Metrics and catalogues concern every replica, all else is for one."""
         path = request.url.path
-        body = await self._body(request)
+        try:
+            body = await self._body(request)
+        except asyncio.TimeoutError:
+            return http_response(408, stalled(self.body_timeout_s), {"connection": "close"})
         scope = _scope(request.method, path, _headers(request))
         if path != "/metrics" and not path.startswith(ADMIN_PREFIX):
             return await self._forward(scope, body, request.headers.get(SESSION_HEADER))
@@ -229,12 +233,17 @@ class Gateway:
         return []
 
     async def _body(self, request: Request) -> bytes:
-        pieces = b""
-        async for piece in request.stream():
-            pieces += piece
-            # One piece too many is enough for the replica to refuse it, with the limit's name.
-            if len(pieces) > self.max_body_bytes:
+        """All of the body, or one piece too many: for the replica to refuse it, with the limit's name.
+
+        Raises:
+            TimeoutError: the next piece has not come in time.
+        """
+        pieces, stream = b"", request.stream()
+        while len(pieces) <= self.max_body_bytes:
+            piece = await asyncio.wait_for(anext(stream, None), self.body_timeout_s)
+            if piece is None:
                 break
+            pieces += piece
         return pieces
 
 
@@ -315,7 +324,7 @@ def build(args: ClusterSpec | dict[str, Any]) -> serve.Application:
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=config.drain_s,
     )
-    return front.bind(replica.bind(asdict(spec)), config.max_body_bytes)
+    return front.bind(replica.bind(asdict(spec)), config.max_body_bytes, config.body_timeout_s)
 
 
 def run(spec: ClusterSpec, *, blocking: bool = True) -> None:

@@ -76,13 +76,14 @@ def validation_response(errors: Sequence[Any], body: Any) -> Json:
 
 
 def http_response(status: int, detail: str, headers: Any = None) -> Json:
-    """The answer to what never reached a route: no such path or method, no key, too long a body."""
+    """The answer to what never reached a route: no such path or method, no key, too long a body or half of one."""
     codes = {
         400: "bad_request",
         401: "unauthorized",
         403: "forbidden",
         404: "not_found",
         405: "method_not_allowed",
+        408: "body_timeout",
         409: "conflict",
         413: "body_too_large",
     }

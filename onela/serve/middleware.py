@@ -17,9 +17,14 @@ ADMIN_PREFIX = "/v1/catalog/"
 
 
 class Bodies:
-    """The bodies that are being read, so that nobody waits for the rest of them once the server shuts down."""
+    """The bodies that are being read: nobody waits for a part that does not come, nor once the server shuts down.
 
-    def __init__(self) -> None:
+    Args:
+        timeout_s: seconds that each part of a body may take.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
         self._ended = False
         self.parts: set[asyncio.Future[Message]] = set()
 
@@ -30,18 +35,30 @@ class Bodies:
             part.cancel()
 
     async def read(self, receive: Receive) -> Message:
-        """The next part of a body. Raises `HTTPException`, 503, if it has not come when the bodies are ended."""
+        """The next part of a body.
+
+        Raises:
+            HTTPException: 408 if it does not come in time, 503 if it has not come when the bodies are ended.
+        """
         if not self._ended:
             part = asyncio.ensure_future(receive())
             self.parts.add(part)
             try:
-                await asyncio.wait({part})
-                if not part.cancelled():
+                await asyncio.wait({part}, timeout=self.timeout_s)
+                if part.done() and not part.cancelled():
                     return part.result()
             finally:
                 self.parts.discard(part)
                 part.cancel()
-        raise HTTPException(503, "the server is shutting down")
+        if self._ended:
+            raise HTTPException(503, "the server is shutting down")
+        # What is still to come would be taken for the next request.
+        raise HTTPException(408, stalled(self.timeout_s), {"connection": "close"})
+
+
+def stalled(timeout_s: float) -> str:
+    """What is said of a body of which no part has come for so long."""
+    return f"no more of the body has come for body_timeout_s = {timeout_s:g} s"
 
 
 class Door:

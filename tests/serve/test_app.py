@@ -407,6 +407,31 @@ def test_half_a_request_does_not_hold_up_the_end(chunked: bool, caplog: pytest.L
     assert not caplog.records
 
 
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_that_stands_still_is_408_and_its_connection_closed(chunked: bool) -> None:
+    length, part = ("transfer-encoding: chunked", "1\r\n \r\n") if chunked else ("content-length: 90", " ")
+    with serving(text_engine(), body_timeout_s=1) as client:
+        host, port = client.base_url.host, client.base_url.port
+        with socket.create_connection((host, port), timeout=10) as connection:
+            head = (
+                f"POST /v1/recommend HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n{length}"
+            )
+            connection.sendall(f"{head}\r\n\r\n".encode())
+            # It may be slow: together this takes longer than the limit, no part of it does.
+            for _ in range(6):
+                time.sleep(0.3)
+                connection.sendall(part.encode())
+            stood_still = time.monotonic()
+            answer = b"".join(iter(lambda: connection.recv(4096), b"")).decode()
+            assert 0.9 < time.monotonic() - stood_still < 5
+        assert answer.startswith("HTTP/1.1 408")
+        assert "connection: close" in answer
+        assert '"message":"no more of the body has come for body_timeout_s = 1 s"' in answer
+        assert '"code":"body_timeout"' in answer
+        assert not client.server.bodies.parts  # type: ignore[attr-defined]
+        assert client.post("/v1/recommend", json=BODY).status_code == 200
+
+
 def test_keys() -> None:
     with serving(text_engine(), api_key="secret", admin_token="admin") as client:
         assert client.post("/v1/recommend", json=BODY).status_code == 401

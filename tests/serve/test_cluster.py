@@ -115,7 +115,7 @@ def test_without_a_replica_the_gateway_says_when_to_come_back(
 
     error = DeploymentUnavailableError(DeploymentID("Replica")) if lost == "unavailable" else RayActorError()
     replicas = NoReplica(error)
-    gateway = module.Gateway(replicas, 1000)  # type: ignore[arg-type]
+    gateway = module.Gateway(replicas, 1000, 60)  # type: ignore[arg-type]
 
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": b"{}", "more_body": False}
@@ -127,6 +127,26 @@ def test_without_a_replica_the_gateway_says_when_to_come_back(
     response = asyncio.run(gateway(Request(module._scope("POST", path, []), receive)))
     assert (response.status_code, response.headers["retry-after"]) == (503, "1")
     assert json.loads(response.body)["error"]["code"] == "unavailable"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_gateway_waits_for_a_piece_of_a_body_so_long() -> None:
+    pytest.importorskip("ray")
+    from fastapi import Request
+
+    from onela.serve import cluster as module
+
+    gateway = module.Gateway(NoReplica(AssertionError("nobody is to be asked")), 1000, 0.2)  # type: ignore[arg-type]
+    pieces = [b"{", b" "]
+
+    async def receive() -> dict[str, Any]:
+        if not pieces:
+            await asyncio.sleep(60)
+        return {"type": "http.request", "body": pieces.pop(), "more_body": True}
+
+    response = asyncio.run(gateway(Request(module._scope("POST", "/v1/recommend", []), receive)))
+    assert (response.status_code, response.headers["connection"]) == (408, "close")
+    assert json.loads(response.body)["error"]["code"] == "body_timeout"
 
 
 @pytest.mark.slow
