@@ -82,7 +82,7 @@ def serve(
     """
     try:
         from onela.serve.app import create_app
-        from onela.serve.run import DrainingServer, check_address
+        from onela.serve.run import DrainingServer, bound
     except ImportError as error:
         raise UnavailableError(f"onela serve needs the packages of onela[serve] ({error})") from None
     config = ServerConfig.from_env(
@@ -124,9 +124,9 @@ def serve(
         raise ConfigError(
             "--max-replicas, --gpus-per-replica, --cpus-per-replica: they go with --replicas, which is not given"
         )
-    check_address(config)
-    engine = load_engine(model, catalog, vocabulary, sid_pattern=sid_pattern, **options, **prompts)
-    DrainingServer(create_app(engine, config), config).run()
+    with bound(config) as sockets:
+        engine = load_engine(model, catalog, vocabulary, sid_pattern=sid_pattern, **options, **prompts)
+        DrainingServer(create_app(engine, config), config).run(sockets)
 
 
 def _serve_cluster(vocabulary: Path | None, **options: Any) -> None:

@@ -80,6 +80,56 @@ def test_it_answers_and_drains_on_sigterm(process: tuple[subprocess.Popen[str], 
         httpx.get(f"{url}/health")
 
 
+def test_a_taken_port_is_one_line_and_code_2_and_nothing_is_loaded(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        # There is no model here: that would be told, were it looked for.
+        command = [sys.executable, "-m", "onela.cli.main", "serve", str(tmp_path), "--port", str(port)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"onela: port: cannot listen on {port} (")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_the_port_is_its_own_while_the_model_loads(files: Path) -> None:
+    """Another server that comes meanwhile is the one that is refused."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # Reading the vocabulary from a pipe, it waits in the midst of loading.
+    pipe = files / "pipe"
+    os.mkfifo(pipe)
+    command = [sys.executable, "-m", "onela.cli.main", "serve", str(files / "model"), "--port", str(port)]
+    command += ["--catalog", str(files / "items.jsonl"), "--vocabulary", str(pipe)]
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        with pipe.open("w") as vocabulary:  # opens once the server reads
+            with socket.socket() as other:
+                other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                with pytest.raises(OSError, match="in use"):
+                    other.bind(("127.0.0.1", port))
+            with pytest.raises(httpx.ConnectError):
+                httpx.get(f"http://127.0.0.1:{port}/ready")
+            vocabulary.write((files / "vocabulary.json").read_text())
+        limit = time.monotonic() + 60
+        while True:
+            try:
+                assert httpx.get(f"http://127.0.0.1:{port}/ready").status_code == 200
+                break
+            except httpx.ConnectError:
+                assert server.poll() is None
+                assert time.monotonic() < limit
+                time.sleep(0.1)
+        server.send_signal(signal.SIGTERM)
+        told = server.communicate(timeout=30)[1]
+        assert f"Listening on http://127.0.0.1:{port} " in told
+    finally:
+        server.kill()
+        server.communicate()
+
+
 @pytest.mark.parametrize(
     ("options", "environ", "told"),
     [
