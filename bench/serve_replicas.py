@@ -51,7 +51,9 @@ def replicas(arguments: argparse.Namespace, folder: Path, catalog: Path) -> Iter
     command += ["--device", "cuda" if arguments.gpus_per_replica else "cpu", "--dtype", "float32"]
     command += ["--prompt-cache-bytes", str(arguments.cache_bytes)]
     environ = {**os.environ, "ONELA_SERVE_ADMIN_TOKEN": "admin", "ONELA_SERVE_MAX_BODY_BYTES": "100000"}
-    environ |= {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
+    root = str(Path(__file__).resolve().parent.parent)
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    environ |= {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": path}
     log = (folder / "server.log").open("w")
     process = subprocess.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT)
     url = f"http://127.0.0.1:{port}"
