@@ -96,6 +96,9 @@ PROMPT_CASES = (
     PromptCase(4, 5000),
     PromptCase(1, 5000, HQ=8, HKV=2, D=256),
     PromptCase(4, 5120, HQ=8, HKV=2, D=256),
+    PromptCase(1, 5000, D=64),
+    PromptCase(1, 1000, D=64),
+    PromptCase(4, 5000, D=64),
 )
 
 

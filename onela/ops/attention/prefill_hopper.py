@@ -23,14 +23,15 @@ REGISTERS = (232, 40)
 def supports(q: Tensor, k: Tensor, v: Tensor, tables: PrefillTables) -> bool:
     """Whether the kernel takes these rows and is known to be the fastest.
 
-    Half precision, heads of 128 or 256, an even number of query heads for each key head; rows begin in multiples of 16
-    bytes. Several prompts that form a rectangle, with heads of 256, are left to cuDNN.
+    Half precision, heads of 64, 128 or 256, an even number of query heads for each key head; rows begin in multiples of
+    16 bytes. Several prompts that form a rectangle, with heads of 256, are left to cuDNN.
     """
     D = q.shape[-1]
     return (
         has_wgmma(q.device)
         and q.dtype in (torch.bfloat16, torch.float16)
-        and (D == 128 or (D == 256 and (tables.num_prompts == 1 or not tables.rectangle)))
+        and D in LAUNCH
+        and (D < 256 or tables.num_prompts == 1 or not tables.rectangle)
         and q.shape[1] % (2 * k.shape[1]) == 0
         and k.dtype == v.dtype == q.dtype
         and all(x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0 for x in (q, k, v))
