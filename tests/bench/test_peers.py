@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 import pytest
@@ -10,7 +11,15 @@ import torch
 from torch import Tensor
 
 from bench.operator import Case
-from bench.peers import PEERS, NotTakenError, largest_error, make_inputs
+from bench.peers import (
+    FLA_IN_SGLANG,
+    FLA_IN_VLLM,
+    PEERS,
+    NotTakenError,
+    largest_error,
+    make_inputs,
+    public,
+)
 from onela.ops.gated_delta.reference import full_state_step_ref, gated_delta_gates
 
 CASE = Case(R=2, W=5, H=2, HV=4, K=128, V=128, O=5)
@@ -40,26 +49,27 @@ def fla(q, k, v, *, g, beta, initial_state, output_final_state, use_qk_l2norm_in
 
 def vllm(
     q, k, v, *, g, beta, initial_state, inplace_final_state, cu_seqlens, ssm_state_indices, use_qk_l2norm_in_kernel,
-    num_accepted_tokens=None,
+    num_accepted_tokens,
 ):  # fmt: skip
-    """Packed rows; the pool is updated in place. With accepted tokens: read the last of them, write the first."""
+    """Packed rows; the pool is updated in place: the last accepted token's state is read, the first's written. What
+    row 0 belongs to is padding."""
     assert inplace_final_state
     assert use_qk_l2norm_in_kernel
     assert cu_seqlens.tolist() == list(range(q.shape[1] + 1))
-    read = write = ssm_state_indices
-    if num_accepted_tokens is not None:
-        read = ssm_state_indices.gather(1, num_accepted_tokens[:, None].long() - 1)[:, 0]
-        write = ssm_state_indices[:, 0]
-    states = initial_state.transpose(-1, -2).contiguous()
-    o = step(*(x[0] for x in (q, k, v, g, beta)), states, read.contiguous(), write.contiguous())
-    initial_state.copy_(states.transpose(-1, -2))
+    assert (ssm_state_indices > 0).all()
+    read = ssm_state_indices.gather(1, num_accepted_tokens[:, None].long() - 1)[:, 0]
+    write = ssm_state_indices[:, 0]
+    o = step(*(x[0] for x in (q, k, v, g, beta)), initial_state, read.contiguous(), write.contiguous())
     return o[None], initial_state
 
 
-def sglang(
+def packed_decode(
     mixed_qkv, a, b, A_log, dt_bias, scale, initial_state, out, ssm_state_indices, use_qk_l2norm_in_kernel
 ):  # fmt: skip
+    assert use_qk_l2norm_in_kernel
+    assert (ssm_state_indices > 0).all()
     HV, V, K = initial_state.shape[1:]
+    assert scale == K**-0.5
     H = (mixed_qkv.shape[1] - HV * V) // (2 * K)
     q, k, v = mixed_qkv.split([H * K, H * K, HV * V], dim=1)
     g, beta = gated_delta_gates(a, b, A_log=A_log, dt_bias=dt_bias)
@@ -68,10 +78,25 @@ def sglang(
     return out, initial_state
 
 
+def update(
+    q, k, v, *, g, beta, initial_state_source, initial_state_indices, use_qk_l2norm_in_kernel, disable_state_update,
+    intermediate_states_buffer, intermediate_state_indices, cache_steps,
+):  # fmt: skip
+    """States are read from one pool; those after each of the row's tokens, here one, are written to the other."""
+    assert use_qk_l2norm_in_kernel
+    assert disable_state_update
+    assert intermediate_states_buffer.shape[1] == cache_steps == q.shape[1] == 1
+    states = initial_state_source[initial_state_indices.long()]
+    o = step(*(x[:, 0] for x in (q, k, v, g, beta)), states, own(len(q)), own(len(q)))
+    intermediate_states_buffer[intermediate_state_indices.long(), 0] = states
+    return o[:, None]
+
+
 def flashinfer(
     q, k, v, state, A_log, a, dt_bias, b, use_qk_l2norm, initial_state=None, initial_state_indices=None,
     output_state_indices=None,
 ):  # fmt: skip
+    assert use_qk_l2norm
     g, beta = gated_delta_gates(a[:, 0], b[:, 0], A_log=A_log, dt_bias=dt_bias)
     pool = state if initial_state is None else initial_state
     read = own(len(q)) if initial_state is None else initial_state_indices
@@ -81,36 +106,51 @@ def flashinfer(
 
 
 STAND_INS = {
-    "fla": ("fla.ops.gated_delta_rule", "fused_recurrent_gated_delta_rule", fla),
-    "vllm": ("vllm.model_executor.layers.fla.ops", "fused_recurrent_gated_delta_rule", vllm),
-    "sglang": (
-        "sglang.srt.layers.attention.fla.fused_recurrent",
-        "fused_recurrent_gated_delta_rule_packed_decode",
-        sglang,
+    "fla": ("fla.ops.gated_delta_rule", {"fused_recurrent_gated_delta_rule": fla}),
+    "vllm": (
+        FLA_IN_VLLM[0],
+        {
+            "fused_recurrent_gated_delta_rule": vllm,
+            "fused_recurrent_gated_delta_rule_packed_decode": packed_decode,
+        },
     ),
-    "flashinfer": ("flashinfer.gdn_decode", "gated_delta_rule_decode_pretranspose", flashinfer),
+    "sglang": (
+        FLA_IN_SGLANG[0],
+        {
+            "fused_recurrent_gated_delta_rule_packed_decode": packed_decode,
+            "fused_recurrent_gated_delta_rule_update": update,
+        },
+    ),
+    "flashinfer": ("flashinfer.gdn_decode", {"gated_delta_rule_decode_pretranspose": flashinfer}),
 }
 
 
-def install(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
-    path, name, function = STAND_INS[package]
+def install(monkeypatch: pytest.MonkeyPatch, package: str, path: str | None = None) -> None:
+    first, functions = STAND_INS[package]
+    path = path or first
     for depth in range(path.count(".") + 1):
         part = path.rsplit(".", depth)[0]
         module = ModuleType(part)
         module.__path__ = []
+        module.__spec__ = ModuleSpec(part, None)
         monkeypatch.setitem(sys.modules, part, module)
-    monkeypatch.setattr(sys.modules[path], name, function, raising=False)
+    for name, function in functions.items():
+        monkeypatch.setattr(sys.modules[path], name, function, raising=False)
 
 
 @pytest.mark.parametrize(
     ("name", "dtype", "key_first"),
     [
         ("fla", torch.float32, True),
-        ("vllm", torch.float32, True),
-        ("vllm_read_parent", torch.float32, True),
-        ("vllm_read_parent", torch.bfloat16, True),
+        ("vllm", torch.float32, False),
+        ("vllm", torch.bfloat16, False),
+        ("vllm_read_parent", torch.float32, False),
+        ("vllm_read_parent", torch.bfloat16, False),
         ("sglang", torch.float32, False),
+        ("sglang_read_parent", torch.float32, False),
+        ("sglang_read_parent", torch.bfloat16, False),
         ("flashinfer", torch.float32, False),
+        ("flashinfer_read_parent", torch.float32, False),
         ("flashinfer_read_parent", torch.bfloat16, False),
     ],
 )
@@ -124,6 +164,22 @@ def test_a_peer_is_driven_as_its_documents_say(
         assert largest_error(PEERS[name], CASE, dtype, not key_first, device="cpu") > 2 * limit
 
 
+@pytest.mark.parametrize("name", ["vllm_read_parent", "sglang", "sglang_read_parent"])
+def test_rows_past_the_grid_come_in_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten rows of four heads, at most twelve programs."""
+    install(monkeypatch, name.split("_", 1)[0])
+    monkeypatch.setattr("bench.peers.MAX_GRID", 12)
+    assert [(x.start, x.stop) for x in make_inputs(CASE, torch.float32, "cpu").parts()] == [
+        (0, 2), (2, 5), (5, 7), (7, 10),
+    ]  # fmt: skip
+    assert largest_error(PEERS[name], CASE, torch.float32, False, device="cpu") < 5e-3
+
+
+def test_the_older_module_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, "sglang", FLA_IN_SGLANG[1])
+    assert public(FLA_IN_SGLANG, "fused_recurrent_gated_delta_rule_packed_decode") is packed_decode
+
+
 def test_a_call_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph replays the calls many times over: only the first call's states must be as they were."""
     install(monkeypatch, "fla")
@@ -135,13 +191,15 @@ def test_a_call_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_absent_and_changed_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = make_inputs(CASE, torch.float32, "cpu")
-    monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(ImportError):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="vllm is not installed"):
         PEERS["vllm"](inputs, True)
+    monkeypatch.undo()
     install(monkeypatch, "sglang")
-    monkeypatch.delattr(sys.modules[STAND_INS["sglang"][0]], STAND_INS["sglang"][1])
-    with pytest.raises(NotTakenError, match="packed_decode"):
+    monkeypatch.delattr(sys.modules[FLA_IN_SGLANG[0]], "fused_recurrent_gated_delta_rule_packed_decode")
+    with pytest.raises(NotTakenError, match=r"kernels.*packed_decode.*; sglang\.srt.*ModuleNotFoundError"):
         PEERS["sglang"](inputs, True)
     install(monkeypatch, "flashinfer")
+    narrow = make_inputs(Case(R=1, W=2, H=2, HV=2, K=64, V=64, O=3), torch.float32, "cpu")
     with pytest.raises(NotTakenError, match="128"):
-        PEERS["flashinfer_read_parent"](inputs, False)
+        PEERS["flashinfer_read_parent"](narrow, False)
