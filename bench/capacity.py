@@ -83,7 +83,7 @@ def hold_and_decode(
                 break
             engine.runner.prefill(batch.prefill)
             choose(engine, batch)
-            engine._finish(batch)
+            engine.finish(batch)
         held, waiting = len(engine.scheduler.running), list(engine.scheduler.waiting)
         for request in waiting:
             engine.cancel(request)

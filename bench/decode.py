@@ -98,7 +98,7 @@ def time_steps(
             elif batch.decode:
                 times.append([taken * 1e6])
             choose(engine, batch)
-            engine._finish(batch)
+            engine.finish(batch)
     return times
 
 

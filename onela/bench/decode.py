@@ -105,7 +105,7 @@ def start(
     size, dtype = engine.model.config.hidden_size, engine.model.lm_head.weight.dtype
     hidden = torch.randn(num_requests, size, generator=generator, device=engine.device).to(dtype)
     choose(engine, batch, list(hidden.split(1)))
-    engine._finish(batch)
+    engine.finish(batch)
     return active
 
 
@@ -159,7 +159,7 @@ def run_steps(engine: Engine, active: Sequence[ActiveRequest]) -> list[Step]:
             Step(taken, graph, made_for, runner.table.flat.clone(), runner.beams.rows.clone(), engine)
         )
         choose(engine, batch)
-        engine._finish(batch)
+        engine.finish(batch)
     return steps
 
 

@@ -310,6 +310,12 @@ class Engine:
         watched = any(request.observer is not None for request in batch.requests)
         return ended + self._land(0 if watched else MAX_FLIGHTS)
 
+    def finish(self, batch: Batch) -> list[ActiveRequest]:
+        """Wait for a batch that somebody else has run and advanced, and finish it. Returns the requests that ended."""
+        flight = Flight.begin(batch, self.device)
+        flight.wait()
+        return self._arrive(flight)
+
     @torch.inference_mode()
     def get_ready(self) -> bool:
         """Capture a graph that a catalogue needs which has been loaded since a warm start, ahead of its requests.
@@ -421,12 +427,6 @@ class Engine:
                 ended += self._fail(members, error)
         return ended
 
-    def _finish(self, batch: Batch) -> list[ActiveRequest]:
-        """Wait for a batch whose survivors are chosen, and finish it."""
-        flight = Flight.begin(batch, self.device)
-        flight.wait()
-        return self._arrive(flight)
-
     def _arrive(self, flight: Flight) -> list[ActiveRequest]:
         """Turn finished requests into results and free what they hold, those left out that have ended otherwise."""
         now = self.scheduler.clock()
@@ -457,7 +457,9 @@ class Engine:
         expired = self.scheduler.expired()
         for request in expired:
             stood = "waiting" if request.prompt is None else f"running, {request.level} tokens chosen"
-            self._end(request, DeadlineError(f"timeout_s: {request.request.timeout_s} s are over ({stood})"))
+            self._end(
+                request, DeadlineError(f"timeout_s: {request.request.timeout_s:g} s are over ({stood})")
+            )
         return expired
 
     def _refuse(self) -> list[ActiveRequest]:

@@ -286,7 +286,7 @@ class Runner:
 
     def decode_forward(self, shape: StepShape) -> Tensor:
         """One decode step of the requests that the table describes: [N, hidden_size], kept."""
-        return self.beam_hidden.keep(self.forward(self._inputs(shape)))
+        return self.beam_hidden.keep(self.forward(self.step_inputs(shape)))
 
     def forward(self, inputs: StepInputs) -> Tensor:
         """One decode step of the whole model: [N, hidden_size]."""
@@ -319,16 +319,8 @@ class Runner:
             allowed=allowed,
         )
 
-    def step_inputs(self, requests: Sequence[ActiveRequest], shape: StepShape | None = None) -> StepInputs:
-        """Pack the beams of several requests, whatever their widths and depths; padded up to `shape`, when given."""
-        shape = shape or StepShape.of(requests)
-        self.state.prompts.flush()
-        self.beams.reserve(max((r.first_row + r.num_rows for r in requests), default=1))
-        self.table.reserve(max(len(requests), shape.num_requests), 1)
-        self.table.fill(requests, [self.level_starts[r.level - 1] for r in requests], [])
-        return self._inputs(shape)
-
-    def _inputs(self, shape: StepShape) -> StepInputs:
+    def step_inputs(self, shape: StepShape) -> StepInputs:
+        """The beams of the requests that the table describes, packed, whatever their widths and depths."""
         part = self.table.forward(shape.num_requests)
         fields, ancestors = pack_step(
             self.beams.rows,

@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from onela import Engine
+from onela.engine.active import ActiveRequest
 from onela.engine.graphs import padded_shape
 from onela.engine.packing import StepShape
+from onela.state import StepInputs
 from tests.engine.helpers import random_prompt, save_qwen3_5, tiny_engine
 from tests.engine.test_engine import BACKENDS, name_of
 from tests.engine.test_runner import TREES, VOCABULARY, first_width, force, start
@@ -35,6 +38,16 @@ def pools(engine: Any) -> dict[str, torch.Tensor]:
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal, NaN (memory that nobody wrote) to NaN."""
     return bool(torch.equal(a.nan_to_num(nan=12345.0), b.nan_to_num(nan=12345.0)))
+
+
+def packed(engine: Engine, requests: list[ActiveRequest], shape: StepShape) -> StepInputs:
+    """The beams of these requests, padded up to a shape."""
+    runner = engine.runner
+    runner.state.prompts.flush()
+    runner.beams.reserve(max((r.first_row + r.num_rows for r in requests), default=1))
+    runner.table.reserve(max(len(requests), shape.num_requests), 1)
+    runner.table.fill(requests, [runner.level_starts[r.level - 1] for r in requests], [])
+    return runner.step_inputs(shape)
 
 
 @pytest.mark.parametrize("options", BACKENDS, ids=name_of)
@@ -62,9 +75,9 @@ def test_a_padded_step_gives_the_same_rows_and_changes_nothing_more(
                     shape = replace(padded_shape(shape), depth=shape.depth + 2)
                     assert shape.num_rows > sum(r.width for r in running)
                     before = {name: tensor.clone() for name, tensor in pools(engine).items()}
-                    engine.runner.forward(engine.runner.step_inputs([], shape))
+                    engine.runner.forward(packed(engine, [], shape))
                     assert all(same(tensor, before[name]) for name, tensor in pools(engine).items())
-                inputs = engine.runner.step_inputs(running, shape)
+                inputs = packed(engine, running, shape)
                 rows = sum(r.width for r in running)
                 hidden[-1].append(engine.runner.forward(inputs)[:rows])
                 live = inputs.slots[:rows] >= 0

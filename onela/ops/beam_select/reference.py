@@ -38,9 +38,8 @@ def beam_select_ref(
         cum_logprobs: [N] fp32; -inf for a row that cannot be extended.
         cu_rows: [B+1] int32, rows of each request. cu_out: [B+1] int32, survivors asked for by each request.
         trie_nodes: [N] int32 or int64, the trie node that each beam stands on; PAD for a padding row.
-        child_offsets: [num_nodes+1], child_codes: [num_edges] int32: legal codes of a node, ascending; a
-            child's node is its
-            place in `child_codes`. None: every code is legal, and children are numbered 0.
+        child_offsets: [num_nodes+1], child_codes: [num_edges] int32: legal codes of a node, ascending; a child's node
+            is its place in `child_codes`. None: every code is legal, and children are numbered 0.
         child_allowed: [F, ceil(num_edges/32)] int32, rows may be strided: bit `e % 32` of word `e // 32` says
             whether edge `e` may be taken. allowed_rows: [B] int32, the row of `child_allowed` that holds for a
             request; PAD: none, all its edges may be taken. An edge that may not be taken is not legal.
