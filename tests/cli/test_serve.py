@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import errno
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import httpx
 import pytest
@@ -93,6 +95,20 @@ def test_a_taken_port_is_one_line_and_code_2_and_nothing_is_loaded(tmp_path: Pat
     assert len(done.stderr.splitlines()) == 1
 
 
+def written_to(pipe: Path, reader: subprocess.Popen[str]) -> IO[str]:
+    """A pipe, once the process has opened it to read."""
+    while True:
+        try:
+            end = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError as error:
+            if error.errno != errno.ENXIO or reader.poll() is not None:
+                raise
+            time.sleep(0.05)
+        else:
+            os.set_blocking(end, True)
+            return os.fdopen(end, "w")
+
+
 def test_the_port_is_its_own_while_the_model_loads(files: Path) -> None:
     """Another server that comes meanwhile is the one that is refused."""
     with socket.socket() as free:
@@ -105,7 +121,7 @@ def test_the_port_is_its_own_while_the_model_loads(files: Path) -> None:
     command += ["--catalog", str(files / "items.jsonl"), "--vocabulary", str(pipe)]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
-        with pipe.open("w") as vocabulary:  # opens once the server reads
+        with written_to(pipe, server) as vocabulary:
             with socket.socket() as other:
                 other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 with pytest.raises(OSError, match="in use"):
