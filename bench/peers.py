@@ -2,8 +2,9 @@
 
 Each peer is called through a public function, and its beams' states are reordered in the way that the function needs:
 `copy` gathers the survivors' states into a second pool and updates them in place there, `read_parent` lets the kernel
-read one row of a pool and write another. Every arm is first held against the reference. Times are of all decode calls
-in one CUDA graph; the first call starts from states that already stand in the pool, one per beam.
+read one row of a pool and write another, `replay_ssm` keeps one checkpoint per beam, or per request where it is
+`shared`, and copies the survivors' records. Every arm is first held against the reference. Times are of all decode
+calls in one CUDA graph; its first call finds the prompt's state in the pool, where states are copied one per beam.
 
 No code of theirs is here. What is timed, by arm and function, in the first of the modules that has it:
 
@@ -12,6 +13,8 @@ No code of theirs is here. What is timed, by arm and function, in the first of t
     vllm_read_parent        FLA_IN_VLLM.fused_recurrent_gated_delta_rule
     sglang                  FLA_IN_SGLANG.fused_recurrent_gated_delta_rule_packed_decode
     sglang_read_parent      FLA_IN_SGLANG.fused_recurrent_gated_delta_rule_update
+    sglang_replay_ssm, sglang_replay_ssm_shared
+                            SPEC_DECODE_IN_SGLANG.gdn_replayssm_spec_decode
     flashinfer, flashinfer_read_parent
                             flashinfer.gdn_decode.gated_delta_rule_decode_pretranspose
 
@@ -56,6 +59,7 @@ FLA_IN_SGLANG = (
     "sglang.srt.layers.attention.fla.fused_recurrent",
 )
 """Newest version first."""
+SPEC_DECODE_IN_SGLANG = "sglang.kernels.ops.attention.linear.gdn_replayssm_spec_decode"
 
 MAX_GRID = 65_535
 """Programs in the second and third dimension of a CUDA grid."""
@@ -82,20 +86,28 @@ class Inputs:
         return p.q[t], p.k[t], p.v[t], p.g[t], p.beta[t]
 
     def states(self, *, pools: int, key_first: bool) -> Tensor:
-        """[1 + `pools` * N] states, [V, K] each or transposed. Row 0 stays free, as vLLM and FlashInfer want it; the
-        next N hold every beam's prompt state."""
+        """[1 + `pools` * N + R] states, [V, K] each or transposed. Row 0 stays free, as vLLM and FlashInfer want it;
+        the next N hold every beam's prompt state, the last R the prompts'."""
         case = self.problem.case
         state = self.problem.state.transpose(-1, -2) if key_first else self.problem.state
-        states = torch.empty(1 + pools * case.N, *state.shape[1:], dtype=self.dtype, device=state.device)
+        rows = 1 + pools * case.N + case.R
+        states = torch.empty(rows, *state.shape[1:], dtype=self.dtype, device=state.device)
         states[0].zero_()
         states[1 : 1 + case.N].view(case.R, case.W, *state.shape[1:]).copy_(state[:, None])
+        states[-case.R :] = state
         return states
 
+    def requests(self) -> Tensor:
+        """[N] int32: the request of every row."""
+        case = self.problem.case
+        return torch.arange(case.N, dtype=torch.int32, device=self.problem.state.device) // case.W
+
     def read_rows(self, t: int) -> Tensor:
-        """[N] int32: the rows of two pools that hold what call t starts from, the beams' parents."""
-        p = self.problem
-        own = torch.arange(p.case.N, dtype=torch.int32, device=p.state.device)
-        return 1 + (p.parents[t - 1] if t else own) + t % 2 * p.case.N
+        """[N] int32: the rows of two pools that hold what call t starts from: the prompts', then the beams' parents."""
+        N = self.problem.case.N
+        if not t:
+            return 1 + 2 * N + self.requests()
+        return 1 + self.problem.parents[t - 1] + t % 2 * N
 
     def write_rows(self, t: int) -> Tensor:
         """[N] int32: the rows of the other pool."""
@@ -151,7 +163,7 @@ def in_turn(
     """Calls that copy the survivors' states to the other half of `states` and hand that half's states and rows
     ([N] int32) to `step`."""
     p = inputs.problem
-    halves = states[1:].split(p.case.N)
+    halves = states[1 : 1 + 2 * p.case.N].split(p.case.N)
     parents = [x.long() for x in p.parents]
     own = torch.arange(p.case.N, dtype=torch.int32, device=states.device)
     rows = [1 + own, 1 + p.case.N + own]
@@ -174,7 +186,7 @@ def fla_copy(inputs: Inputs, key_first: bool) -> Calls:
     if inputs.dtype != torch.float32:
         raise NotTakenError("its states come out in fp32")
     p = inputs.problem
-    kept = [inputs.states(pools=1, key_first=True)[1:]]
+    kept = [inputs.states(pools=1, key_first=True)[1 : 1 + p.case.N]]
     rows = [x.long() for x in p.parents]
     calls: Calls = []
     for t in range(p.calls):
@@ -260,7 +272,8 @@ def sglang_read_parent(inputs: Inputs, key_first: bool) -> Calls:
     update = public(FLA_IN_SGLANG, "fused_recurrent_gated_delta_rule_update")
     p = inputs.problem
     states = inputs.states(pools=2, key_first=key_first)
-    halves = states[1:].split(p.case.N)
+    prompts, requests = states[-p.case.R :], inputs.requests()
+    halves = states[1 : 1 + 2 * p.case.N].split(p.case.N)
     own = torch.arange(p.case.N, dtype=torch.int32, device=p.state.device)
     parts = inputs.parts()
     calls: Calls = []
@@ -271,13 +284,62 @@ def sglang_read_parent(inputs: Inputs, key_first: bool) -> Calls:
             for part in parts:
                 q, k, v, g, beta = (x[part][:, None] for x in inputs.rows(t))
                 o = update(
-                    q, k, v, g=g, beta=beta, initial_state_source=halves[t % 2],
-                    initial_state_indices=(p.parents[t - 1] if t else own)[part], use_qk_l2norm_in_kernel=True,
-                    disable_state_update=True, intermediate_states_buffer=halves[1 - t % 2][:, None],
-                    intermediate_state_indices=own[part], cache_steps=1,
+                    q, k, v, g=g, beta=beta, initial_state_source=halves[t % 2] if t else prompts,
+                    initial_state_indices=(p.parents[t - 1] if t else requests)[part],
+                    use_qk_l2norm_in_kernel=True, disable_state_update=True,
+                    intermediate_states_buffer=halves[1 - t % 2][:, None], intermediate_state_indices=own[part],
+                    cache_steps=1,
                 )  # fmt: skip
                 outputs.append(o[:, 0])
             return outputs
+
+        calls.append(call)
+    return calls
+
+
+def sglang_replay(inputs: Inputs, shared: bool) -> Calls:
+    """The verification of a single drafted token, which replays a row's records on its checkpoint and adds one to them;
+    nothing is folded, as a ring holds all of a run. The cursors stand still in tensors of their own."""
+    spec_decode = public(SPEC_DECODE_IN_SGLANG, "gdn_replayssm_spec_decode")
+    p = inputs.problem
+    case, device = p.case, p.state.device
+    N, H, HV, K, V = case.N, case.H, case.HV, case.K, case.V
+    ring = 1 << (p.calls - 1).bit_length()
+    int32 = {"dtype": torch.int32, "device": device}
+    if shared:
+        checkpoints = torch.cat([p.state.new_zeros(1, *p.state.shape[1:]), p.state]).to(inputs.dtype)
+        rows = 1 + inputs.requests()
+    else:
+        checkpoints, rows = inputs.states(pools=1, key_first=False), 1 + torch.arange(N, **int32)
+    own, bounds = torch.arange(N, **int32), torch.arange(N + 1, **int32)
+    base, no_flush = torch.zeros(N, **int32), torch.zeros(N, dtype=torch.int8, device=device)
+    parents = [x.long() for x in p.parents]
+    halves = [
+        {
+            "d_cache": torch.empty(N, HV, ring, V, dtype=torch.bfloat16, device=device),
+            "k_cache": torch.empty(N, H, ring, K, dtype=torch.bfloat16, device=device),
+            "g_cache": torch.empty(N, HV, ring, device=device),
+        }
+        for _ in range(2)
+    ]
+    calls: Calls = []
+    for t in range(p.calls):
+        written = torch.full((N,), t, **int32)
+
+        def call(t: int = t, written: Tensor = written) -> Tensor:
+            here, before = halves[t % 2], halves[1 - t % 2]
+            for name in here if t else ():
+                if 2 * t >= ring:
+                    torch.index_select(before[name], 0, parents[t - 1], out=here[name])
+                else:  # fewer bytes, though they move twice
+                    here[name][:, :, :t] = before[name][:, :, :t].index_select(0, parents[t - 1])
+            q, k, v = inputs.rows(t)[:3]
+            return spec_decode(
+                q, k, v, inputs.a[t], inputs.b[t], inputs.A_log, inputs.dt_bias, checkpoint_state=checkpoints, **here,
+                rawv_cache=None, rawk_cache=None, beta_cache=None, out=torch.empty_like(v), query_start_loc=bounds,
+                ssm_state_indices=rows, replay_indices=own, write_pos=written, cache_base=base, is_flush=no_flush,
+                max_cache_len=ring, max_spec_len=1, launch_mode="verify",
+            )  # fmt: skip
 
         calls.append(call)
     return calls
@@ -326,6 +388,8 @@ PEERS: dict[str, Peer] = {
     "vllm_read_parent": vllm_read_parent,
     "sglang": sglang_copy,
     "sglang_read_parent": sglang_read_parent,
+    "sglang_replay_ssm": lambda inputs, key_first: sglang_replay(inputs, shared=False),
+    "sglang_replay_ssm_shared": lambda inputs, key_first: sglang_replay(inputs, shared=True),
     "flashinfer": flashinfer_copy,
     "flashinfer_read_parent": flashinfer_read_parent,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -15,6 +16,7 @@ from bench.peers import (
     FLA_IN_SGLANG,
     FLA_IN_VLLM,
     PEERS,
+    SPEC_DECODE_IN_SGLANG,
     NotTakenError,
     largest_error,
     make_inputs,
@@ -92,6 +94,39 @@ def update(
     return o[:, None]
 
 
+def spec_decode(
+    q, k, v, a, b, A_log, dt_bias, *, checkpoint_state, d_cache, k_cache, g_cache, rawv_cache, rawk_cache, beta_cache,
+    out, query_start_loc, ssm_state_indices, replay_indices, write_pos, cache_base, is_flush, max_cache_len,
+    max_spec_len, launch_mode,
+):  # fmt: skip
+    """A row's records, replayed on its checkpoint, and one more token, whose record is added to them."""
+    assert rawv_cache is rawk_cache is beta_cache is None
+    assert launch_mode == "verify"
+    assert not is_flush.any()
+    assert not cache_base.any()
+    assert max_spec_len == 1
+    assert query_start_loc.tolist() == list(range(len(q) + 1))
+    assert (ssm_state_indices > 0).all()
+    assert torch.equal(replay_indices, own(len(q)))
+    t = int(write_pos[0])
+    assert (write_pos == t).all()
+    assert t < max_cache_len == d_cache.shape[2] == k_cache.shape[2] == g_cache.shape[2]
+    repeat = v.shape[1] // k.shape[1]
+    g, beta = gated_delta_gates(a, b, A_log=A_log, dt_bias=dt_bias)
+    states = checkpoint_state[ssm_state_indices.long()].float()
+    for i in range(t):
+        key = k_cache[:, :, i].float().repeat_interleave(repeat, 1)
+        states = states * g_cache[:, :, i, None, None].exp()
+        states += d_cache[:, :, i, :, None].float() * key[:, :, None]
+    key = torch.nn.functional.normalize(k.float(), dim=-1)
+    wide = key.repeat_interleave(repeat, 1)
+    decayed = states * g[:, :, None, None].exp()
+    d_cache[:, :, t] = beta[:, :, None] * (v.float() - (decayed @ wide[..., None])[..., 0])
+    k_cache[:, :, t] = key
+    g_cache[:, :, t] = g
+    return out.copy_(step(q, k, v, g, beta, states, own(len(q)), own(len(q))))
+
+
 def flashinfer(
     q, k, v, state, A_log, a, dt_bias, b, use_qk_l2norm, initial_state=None, initial_state_indices=None,
     output_state_indices=None,
@@ -126,8 +161,13 @@ STAND_INS = {
 
 
 def install(monkeypatch: pytest.MonkeyPatch, package: str, path: str | None = None) -> None:
+    if package == "sglang":
+        put(monkeypatch, SPEC_DECODE_IN_SGLANG, {"gdn_replayssm_spec_decode": spec_decode})
     first, functions = STAND_INS[package]
-    path = path or first
+    put(monkeypatch, path or first, functions)
+
+
+def put(monkeypatch: pytest.MonkeyPatch, path: str, functions: dict[str, Callable]) -> None:
     for depth in range(path.count(".") + 1):
         part = path.rsplit(".", depth)[0]
         module = ModuleType(part)
@@ -149,6 +189,10 @@ def install(monkeypatch: pytest.MonkeyPatch, package: str, path: str | None = No
         ("sglang", torch.float32, False),
         ("sglang_read_parent", torch.float32, False),
         ("sglang_read_parent", torch.bfloat16, False),
+        ("sglang_replay_ssm", torch.float32, False),
+        ("sglang_replay_ssm", torch.bfloat16, False),
+        ("sglang_replay_ssm_shared", torch.float32, False),
+        ("sglang_replay_ssm_shared", torch.bfloat16, False),
         ("flashinfer", torch.float32, False),
         ("flashinfer_read_parent", torch.float32, False),
         ("flashinfer_read_parent", torch.bfloat16, False),
@@ -160,7 +204,7 @@ def test_a_peer_is_driven_as_its_documents_say(
     install(monkeypatch, name.split("_", 1)[0])
     limit = 5e-3 if dtype == torch.float32 else 2e-2
     assert largest_error(PEERS[name], CASE, dtype, key_first, device="cpu") < limit
-    if not name.startswith("flashinfer") and name != "fla":
+    if name in ("vllm", "vllm_read_parent", "sglang", "sglang_read_parent"):
         assert largest_error(PEERS[name], CASE, dtype, not key_first, device="cpu") > 2 * limit
 
 
