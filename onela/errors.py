@@ -81,14 +81,15 @@ class CatalogError(OneLAError, ValueError):
     Args:
         message: what is wrong.
         path: the file, if the catalogue came from one.
-        line: 1-based line (or row) number in that file.
+        line: 1-based line (or row) number in that file; without one, of the item in what was given.
     """
 
     def __init__(self, message: str, *, path: str | None = None, line: int | None = None) -> None:
         self.path = path
         self.line = line
-        where = "" if path is None else f"{path}: " if line is None else f"{path}, line {line}: "
-        super().__init__(f"{where}{message}")
+        place = "" if line is None else f"item {line}" if path is None else f", line {line}"
+        where = f"{path or ''}{place}"
+        super().__init__(f"{where}: {message}" if where else message)
 
 
 class RequestError(OneLAError, ValueError):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import numpy as np
 
-from onela.errors import CatalogError, VocabularyError
+from onela.errors import CatalogError, VocabularyError, shown
 from onela.items.columns import CatalogColumns, IdColumn, StringColumn, is_unicode
 from onela.items.sid_text import MAX_CODE, parse_sid_text
 from onela.items.vocabulary import SidVocabulary
@@ -264,19 +264,30 @@ class CatalogBuilder:
 
 
 def add_items(builder: CatalogBuilder, items: Any) -> None:
-    """Add `CatalogItem`s, or mappings with the same fields, in order; item k counts as line k."""
+    """Add `CatalogItem`s, or mappings with the same fields, in order; item k counts as line k.
+
+    Numbers may be NumPy's, and SIDs rows of its arrays.
+    """
+    if not isinstance(items, Iterable):
+        raise CatalogError(f"items: a list of CatalogItem or of mappings is expected, got {shown(items)}")
     for number, item in enumerate(items, start=1):
         if isinstance(item, CatalogItem):
-            # Rows of numpy arrays are welcome here; a file never holds them.
-            item_id = item.item_id.item() if isinstance(item.item_id, np.generic) else item.item_id
-            sid = item.sid.tolist() if isinstance(item.sid, np.ndarray) else item.sid
-            builder.add(item_id, sid, item.title, item.metadata, item.weight, line=number)
+            item_id, sid, weight = map(_plain, (item.item_id, item.sid, item.weight))
+            builder.add(item_id, sid, item.title, item.metadata, weight, line=number)
         elif isinstance(item, Mapping):
-            add_record(builder, item, number)
+            plain = {name: value if name == "metadata" else _plain(value) for name, value in item.items()}
+            add_record(builder, plain, number)
         else:
-            builder.fail(
-                f"item {number}: expected a CatalogItem or a mapping, got {type(item).__name__}", number
-            )
+            builder.fail(f"expected a CatalogItem or a mapping, got {type(item).__name__}", number)
+
+
+def _plain(value: Any) -> Any:
+    """NumPy's numbers, strings and arrays, and lists of such numbers, as Python's; a file never holds them."""
+    if isinstance(value, (np.generic, np.ndarray)):
+        return value.tolist()
+    if isinstance(value, (list, tuple)) and any(isinstance(code, np.generic) for code in value):
+        return [code.item() if isinstance(code, np.generic) else code for code in value]
+    return value
 
 
 FIELDS = ("item_id", "sid", "title", "metadata", "weight")

@@ -5,18 +5,26 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import numpy as np
 
-from onela.errors import CatalogError, ConfigError
+from onela.errors import CatalogError, ConfigError, shown
 from onela.items import storage
 from onela.items.assembly import Assembled, assemble, content_version
 from onela.items.builder import CatalogBuilder, CatalogItem, add_items, to_json
-from onela.items.columns import CatalogColumns, IdColumn, StringColumn, id_column
+from onela.items.columns import (
+    CatalogColumns,
+    IdColumn,
+    StringColumn,
+    entries,
+    id_column,
+    number_column,
+    text_column,
+)
 from onela.items.detect import detect_format
 from onela.items.readers import ReadOptions, read_catalog
 from onela.items.trie import ItemTrie
@@ -123,12 +131,12 @@ class ItemCatalog:
         Args:
             item_ids: [M] integers or strings.
             sids: [M, num_levels] integers, published codes.
-            titles, metadata: [M]; None entries are allowed.
+            titles: [M] strings. metadata: [M] JSON values. In both None entries are allowed.
             weights: [M] finite numbers.
         Raises:
             CatalogError: columns of different length, wrong types, and as `load`.
         """
-        rows, sids = sids, np.asarray(sids)
+        rows, sids = sids, _code_rows(sids)
         if sids.ndim != 2 or sids.shape[1] == 0 or (sids.size and sids.dtype.kind not in "iu"):
             given = f"{sids.dtype} {list(sids.shape)}"
             raise CatalogError(f"sids: expected integers of shape [M, num_levels], got {given}")
@@ -136,23 +144,19 @@ class ItemCatalog:
         if rows is not sids and bool in map(type, itertools.chain.from_iterable(rows)):
             place = next(place for place, row in enumerate(rows) if bool in map(type, row))
             raise CatalogError(f"sids: {rows[place]!r} has a boolean, expected integers", line=place + 1)
-        ids = id_column(item_ids)
-        heft = None if weights is None else np.asarray(weights, dtype=np.float64)
-        texts = None
-        if metadata is not None:
-            texts = [None if value is None else to_json(value) for value in metadata]
-        for name, column in (("item_ids", ids), ("titles", titles), ("metadata", texts), ("weights", heft)):
+        given_ids = item_ids if isinstance(item_ids, np.ndarray) else entries(item_ids, "item_ids")
+        try:
+            ids = id_column(given_ids)
+        except UnicodeEncodeError:
+            ids = text_column(given_ids, "item_id")  # which says where
+        heft = None if weights is None else number_column(weights, "weights")
+        names = None if titles is None else text_column(titles, "titles")
+        texts = None if metadata is None else text_column(_json_texts(metadata), "metadata")
+        for name, column in (("item_ids", ids), ("titles", names), ("metadata", texts), ("weights", heft)):
             if column is not None and len(column) != len(sids):
                 raise CatalogError(f"{name}: {len(column)} entries, but sids has {len(sids)}")
         builder = CatalogBuilder(vocabulary)
-        builder.add_block(
-            ids,
-            sids,
-            None if titles is None else StringColumn.from_strings(titles),
-            None if texts is None else StringColumn.from_strings(texts),
-            heft,
-            first_line=1,
-        )
+        builder.add_block(ids, sids, names, texts, heft, first_line=1)
         return cls._from_columns(builder.finish(), vocabulary, duplicates)
 
     @classmethod
@@ -173,7 +177,7 @@ class ItemCatalog:
         has. What is saved are published codes: the binding to a vocabulary is made again on loading.
 
         Raises:
-            CatalogError: `path` is a file, or a directory that holds anything but a catalogue.
+            CatalogError: `path` is a file, or a directory that holds anything but a catalogue, or cannot be written.
         """
         storage.save(self._parts, path)
 
@@ -436,3 +440,26 @@ class ItemCatalog:
         if not 0 <= item < self.num_items:
             raise CatalogError(f"item: {item} is out of range 0..{self.num_items - 1}")
         return item
+
+
+def _code_rows(sids: Any) -> np.ndarray:
+    """SIDs given by a user as an array. Raises `CatalogError` for rows of different length."""
+    try:
+        return np.asarray(sids)
+    except ValueError:
+        lengths = [len(row) if isinstance(row, Sized) else 0 for row in sids]
+        place = next((place for place, length in enumerate(lengths) if length != lengths[0]), 0)
+        raise CatalogError(
+            f"sids: {shown(sids[place])} has {lengths[place]} levels, expected {lengths[0]}", line=place + 1
+        ) from None
+
+
+def _json_texts(metadata: Any) -> list[str | None]:
+    """Metadata given by a user as it is stored. Raises `CatalogError` for what is no JSON value."""
+    texts: list[str | None] = []
+    for line, value in enumerate(entries(metadata, "metadata"), start=1):
+        try:
+            texts.append(None if value is None else to_json(value))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise CatalogError(f"metadata: {error}", line=line) from None
+    return texts

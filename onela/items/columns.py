@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from onela.errors import CatalogError
+from onela.errors import CatalogError, shown
 from onela.items.trie import load_array
 
 _FNV_OFFSET, _FNV_PRIME, _U64 = 0xCBF29CE484222325, 0x100000001B3, (1 << 64) - 1
@@ -285,6 +286,57 @@ class CatalogColumns:
 
     def line(self, row: int) -> int:
         return row + 1 if self.lines is None else int(self.lines[row])
+
+
+def entries(values: object, field: str) -> list[Any]:
+    """What a column given by a user holds, in its order. Raises `CatalogError` for what is no list or the like."""
+    if isinstance(values, Iterable) and not isinstance(values, (str, bytes, Mapping, Set)):
+        try:
+            return list(values)
+        except TypeError:  # an array of no dimension
+            pass
+    raise CatalogError(f"{field}: a list is expected, got {shown(values)}")
+
+
+def text_column(texts: object, field: str) -> StringColumn:
+    """A column of text given by a user, with None where there is none.
+
+    Raises:
+        CatalogError: no list, or an entry that is no text; `line` is its 1-based place.
+    """
+    given = entries(texts, field)
+    if not set(map(type, given)) <= {str, type(None)}:  # NumPy has strings of its own
+        for line, text in enumerate(given, start=1):
+            if not isinstance(text, (str, type(None))):
+                raise CatalogError(f"{field}: expected a string, got {shown(text)}", line=line)
+    try:
+        return StringColumn.from_strings(given)
+    except UnicodeEncodeError:
+        line = next(n for n, text in enumerate(given, start=1) if text is not None and not is_unicode(text))
+        raise CatalogError(f"{field}: {given[line - 1]!r} is not valid Unicode", line=line) from None
+
+
+def number_column(numbers: object, field: str) -> np.ndarray:
+    """A column of numbers given by a user, [n] float64.
+
+    Raises:
+        CatalogError: no list, or an entry that is no number; `line` is its 1-based place.
+    """
+    given = numbers if isinstance(numbers, np.ndarray) and numbers.ndim else entries(numbers, field)
+    try:
+        column = np.asarray(given, dtype=np.float64)
+    except (TypeError, ValueError, OverflowError):
+        column = None
+    if column is not None and column.ndim == 1:
+        return column
+    for line, number in enumerate(given, start=1):
+        try:
+            fits = np.asarray(number, dtype=np.float64).ndim == 0
+        except (TypeError, ValueError, OverflowError):
+            fits = False
+        if not fits:
+            raise CatalogError(f"{field}: expected a number, got {shown(number)}", line=line)
+    raise CatalogError(f"{field}: a list of numbers is expected, got {shown(numbers)}")
 
 
 def id_column(item_ids: object) -> np.ndarray | StringColumn:

@@ -9,6 +9,7 @@ from typing import Any
 
 from onela.items.catalog import Duplicates, ItemCatalog
 from onela.items.parquet import write_parquet
+from onela.items.storage import writing
 from onela.items.vocabulary import SidVocabulary
 
 
@@ -31,7 +32,7 @@ def convert_catalog(
     Returns:
         catalog: what was written.
     Raises:
-        CatalogError: as `ItemCatalog.load` and `ItemCatalog.save`.
+        CatalogError: as `ItemCatalog.load` and `ItemCatalog.save`, or `dst` cannot be written.
     """
     catalog = ItemCatalog.load(
         src, vocabulary, format, num_levels=num_levels, radix=radix, info=info, duplicates=duplicates
@@ -40,17 +41,18 @@ def convert_catalog(
     if target.suffix not in (".jsonl", ".parquet"):
         catalog.save(target)
         return catalog
-    target.parent.mkdir(parents=True, exist_ok=True)
     # A reader never sees half a file, and a failure leaves the old one.
     staging = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        if target.suffix == ".parquet":
-            write_parquet(catalog.records(), staging)
-        else:
-            _write_jsonl(catalog, staging)
-        staging.replace(target)
-    finally:
-        staging.unlink(missing_ok=True)
+    with writing(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            if target.suffix == ".parquet":
+                write_parquet(catalog.records(), staging)
+            else:
+                _write_jsonl(catalog, staging)
+            staging.replace(target)
+        finally:
+            staging.unlink(missing_ok=True)
     return catalog
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +32,25 @@ def save(parts: Assembled, path: str | os.PathLike[str]) -> None:
     """Write a catalogue; one that is there already is replaced by a rename, never written into.
 
     A server may have the old files mapped: cutting them short would kill it, and moving them away does not.
+
+    Raises:
+        CatalogError: something else is there, or it cannot be written.
     """
     target = Path(path)
+    with writing(target):
+        _save(parts, target)
+
+
+@contextlib.contextmanager
+def writing(target: Path) -> Iterator[None]:
+    """Inside, what the system refuses is a `CatalogError` that names the file or directory to be written."""
+    try:
+        yield
+    except OSError as error:
+        raise CatalogError(f"cannot be written: {error.strerror or error}", path=str(target)) from error
+
+
+def _save(parts: Assembled, target: Path) -> None:
     if target.is_file() or (target.is_dir() and any(target.iterdir()) and not is_saved(target)):
         raise CatalogError("is there already and is no catalogue; nothing was written", path=str(target))
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -13,13 +13,13 @@ No token id is ever computed: ids come from the tokenizer's own table, or from t
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from onela.errors import VocabularyError
+from onela.errors import VocabularyError, shown
 from onela.items.sid_text import MAX_CODE, find_levels, parse_sid_text
 
 BEGIN_TOKEN = "<|sid_begin|>"
@@ -90,6 +90,10 @@ class SidVocabulary:
         Raises:
             VocabularyError: no level, an empty level, a negative or repeated id, a repeated code.
         """
+        if not isinstance(token_ids, Collection):
+            raise VocabularyError(
+                f"token_ids: one list of token ids per level is expected, got {shown(token_ids)}"
+            )
         if len(token_ids) == 0:
             raise VocabularyError("token_ids: no level given; expected one list of token ids per level")
         if codes is not None and len(codes) != len(token_ids):

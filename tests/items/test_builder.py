@@ -80,7 +80,7 @@ def test_absent_columns_are_none() -> None:
         ({"item_id": 2, "sid": [0, 2, 5], "weight": 10**400}, "weight: expected a finite number"),
         ({"item_id": 2, "sid": [0, 2, 5], "weight": True}, "weight: expected a finite number, got True"),
         ({"item_id": 2, "sid": [0, 2, 5], "metadata": {1, 2}}, "metadata: Object of type set"),
-        ("not an item", "item 2: expected a CatalogItem or a mapping, got str"),
+        ("not an item", "line 2: expected a CatalogItem or a mapping, got str"),
     ],
 )
 def test_what_is_refused_and_where(item: Any, message: str) -> None:

@@ -292,11 +292,52 @@ def test_strings_that_share_a_hash_are_two_items(monkeypatch: pytest.MonkeyPatch
         (([1, 2], [[1], [-2]]), "line 2|code -2 of level 0 is out of range"),
         (([], np.zeros((0, 3), dtype=np.int32)), "no item in it"),
         (([1, "2"], [[1], [2]]), "expected all strings or all integers, got '2'"),
+        (([1, 2], [[1, 2], [3]]), r"item 2: sids: \[3\] has 1 levels, expected 2"),
+        (("ab", [[1], [2]]), "item_ids: a list is expected, got 'ab'"),
+        ((None, [[1], [2]]), "item_ids: a list is expected, got None"),
+        ((["a", "\ud800"], [[1], [2]]), r"item 2: item_id: '\\ud800' is not valid Unicode"),
     ],
 )
 def test_from_arrays_refuses(arguments: tuple[Any, Any], message: str) -> None:
     with pytest.raises(CatalogError, match=message):
         ItemCatalog.from_arrays(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"titles": ["x", 5]}, "item 2: titles: expected a string, got 5"),
+        ({"titles": ["x", 0]}, "item 2: titles: expected a string, got 0"),
+        ({"titles": [None, "\ud800"]}, r"item 2: titles: '\\ud800' is not valid Unicode"),
+        ({"titles": "xy"}, "titles: a list is expected, got 'xy'"),
+        ({"titles": 5}, "titles: a list is expected, got 5"),
+        ({"metadata": {"a": 1, "b": 2}}, "metadata: a list is expected, got {'a': 1, 'b': 2}"),
+        ({"metadata": [{}, {"a": {1}}]}, "item 2: metadata: Object of type set is not JSON serializable"),
+        ({"weights": [1, "a"]}, "item 2: weights: expected a number, got 'a'"),
+        ({"weights": [1, 10**400]}, "item 2: weights: expected a number, got 10000"),
+        ({"weights": [1, [2]]}, r"item 2: weights: expected a number, got \[2\]"),
+        ({"weights": np.array(["1", "a"])}, "item 2: weights: expected a number, got"),
+        ({"weights": np.ones((2, 2))}, "item 1: weights: expected a number, got"),
+        ({"weights": 5}, "weights: a list is expected, got 5"),
+        ({"weights": np.array(5.0)}, "weights: a list is expected, got array"),
+    ],
+)
+def test_from_arrays_names_what_a_column_may_not_hold(columns: dict[str, Any], message: str) -> None:
+    with pytest.raises(CatalogError, match=message):
+        ItemCatalog.from_arrays([1, 2], [[1], [2]], **columns)
+
+
+def test_items_may_hold_numpys_values() -> None:
+    """As rows of a data frame do."""
+    ids, sids, weights = np.array([5, 7]), np.array([[1, 2], [3, 4]]), np.array([0.5, 2], dtype=np.float32)
+    mappings = [{"item_id": i, "sid": s, "weight": w} for i, s, w in zip(ids, sids, weights)]
+    items = [CatalogItem(i, tuple(s), weight=w) for i, s, w in zip(ids, sids, weights)]
+    expected = ItemCatalog.from_arrays(ids, sids, weights=weights).version
+    assert ItemCatalog.from_items(mappings).version == ItemCatalog.from_items(items).version == expected
+    with pytest.raises(CatalogError, match="sid: True is not an integer code"):
+        ItemCatalog.from_items([{"item_id": 1, "sid": np.array([True])}])
+    with pytest.raises(CatalogError, match="items: a list of CatalogItem or of mappings is expected"):
+        ItemCatalog.from_items(None)  # type: ignore[arg-type]
 
 
 def test_from_arrays_refuses_columns_of_other_lengths() -> None:

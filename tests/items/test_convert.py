@@ -64,3 +64,11 @@ def test_a_failure_leaves_the_target(tmp_path: Path) -> None:
         convert_catalog(source, target)
     assert target.read_text() == "old"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.jsonl", "x.jsonl"]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a"])
+def test_a_target_that_cannot_be_written(tmp_path: Path, name: str) -> None:
+    ItemCatalog.from_items(ITEMS).save(tmp_path / "start")
+    (tmp_path / "file").write_text("no directory")
+    with pytest.raises(CatalogError, match=f"file/{name}: cannot be written: "):
+        convert_catalog(tmp_path / "start", tmp_path / "file" / name)

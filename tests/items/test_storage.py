@@ -57,7 +57,7 @@ def test_a_failed_save_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.Mo
         raise OSError("disk full")
 
     monkeypatch.setattr(np, "save", broken)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(CatalogError, match="cannot be written: disk full"):
         ItemCatalog.from_items(ITEMS[:1]).save(path)
     assert ItemCatalog.load(path).version == old.version
     assert [file.name for file in tmp_path.iterdir()] == ["catalog"]
@@ -77,7 +77,7 @@ def test_a_save_that_fails_at_its_last_move_puts_the_old_one_back(
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", broken)
-    with pytest.raises(OSError, match="no right to"):
+    with pytest.raises(CatalogError, match="cannot be written: no right to"):
         ItemCatalog.from_items(ITEMS[:1]).save(path)
     assert ItemCatalog.load(path).version == old.version
     assert [file.name for file in tmp_path.iterdir()] == ["catalog"]

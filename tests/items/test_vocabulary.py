@@ -60,6 +60,7 @@ def test_explicit_ids_with_holes() -> None:
     ("token_ids", "codes", "message"),
     [
         ([], None, "no level"),
+        (None, None, "token_ids: one list of token ids per level is expected, got None"),
         ([[]], None, r"token_ids\[0\]: expected a non-empty list"),
         ([[1], []], None, r"token_ids\[1\]"),
         ([[1.0]], None, "expected integers"),
@@ -76,7 +77,7 @@ def test_explicit_ids_with_holes() -> None:
         ([[3, 4]], [[1, MAX_CODE + 1]], "above the limit"),
     ],
 )
-def test_explicit_ids_refused(token_ids: list, codes: list | None, message: str) -> None:
+def test_explicit_ids_refused(token_ids: Any, codes: list | None, message: str) -> None:
     with pytest.raises(VocabularyError, match=message):
         SidVocabulary.from_token_ids(token_ids, codes=codes)
 
