@@ -163,6 +163,16 @@ async def run(order: dict[str, Any], requests: list[bytes]) -> list[dict[str, An
     return summarize(client.answers, order["start"])
 
 
+def write_line(text: str) -> None:
+    """One line to standard output, whole.
+
+    After uvloop has run, a pipe takes a part of a long write, and print loses the rest.
+    """
+    data = memoryview((text + "\n").encode())
+    while data:
+        data = data[os.write(sys.stdout.fileno(), data) :]
+
+
 def main() -> None:
     prepared: dict[str, list[bytes]] = {}
     for line in sys.stdin:
@@ -173,7 +183,7 @@ def main() -> None:
         else:
             work = run(order, prepared.pop(order["run"]))
             answer = uvloop.run(work) if uvloop is not None else asyncio.run(work)
-        print(json.dumps(answer), flush=True)
+        write_line(json.dumps(answer))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import signal
+import socketserver
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import pytest
 
 import bench.serve
 from bench.load_client import draw_tokens, encode_body, encode_request
-from bench.serve_load import make_traffic
+from bench.serve_load import Clients, make_traffic
 from bench.serve_simulation import Costs, make_arrivals, simulate
 from onela import EngineConfig
 from onela.engine.prefill_packing import bucket
@@ -50,6 +52,37 @@ def test_a_returning_user_brings_the_share_that_was_cached() -> None:
     whole = [body["length"] for body in bodies]
     assert sum(half) / len(half) == pytest.approx(sum(whole) / len(whole), rel=0.1)
     assert all(1024 <= length <= 5120 for length in whole)
+
+
+class NotFound(socketserver.StreamRequestHandler):
+    """Answers everything 404, on a connection that stays."""
+
+    def handle(self) -> None:
+        while head := self.rfile.readline():
+            length = 0
+            while head.strip():
+                name, _, value = head.decode().partition(":")
+                length = int(value) if name.lower() == "content-length" else length
+                head = self.rfile.readline()
+            self.rfile.read(length)
+            self.wfile.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n")
+
+
+def test_clients_tell_of_more_answers_than_a_pipe_holds() -> None:
+    """A pipe holds 64 KiB; 1,500 answers take twice that."""
+    body = {"seed": 1, "length": 8, "vocabulary": 100, "fields": {}}
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), NotFound) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        clients = Clients(2)
+        try:
+            clients.prepare("all", [[body] * 1500] * 2)
+            assert clients.answers() == [1500, 1500]
+            lines = clients.run("all", server.server_address[1], [{"concurrency": 4}] * 2)
+        finally:
+            clients.close()
+            server.shutdown()
+    assert len(lines) == 3000
+    assert {line["status"] for line in lines} == {404}
 
 
 def test_too_short_prompts_are_refused() -> None:
