@@ -17,7 +17,8 @@ def full_state_calls(
     problem: Problem, out_dtype: torch.dtype | None, dtype: torch.dtype, *, copy: bool
 ) -> Calls:
     """Two pools of N states. With `copy` the survivors' states are copied across and updated in place; without, a beam
-    reads its parent's row in one pool and writes its own in the other."""
+    reads its parent's row in one pool and writes its own in the other. The prompt's state is of the pools' dtype, as it
+    lies in the same pool elsewhere: in fp32 it would be most of what the first call reads from the L2 cache."""
     from onela.ops.gated_delta.full_state import full_state_step_triton, reorder_states
 
     case, device = problem.case, problem.state.device
@@ -26,6 +27,7 @@ def full_state_calls(
     own = torch.arange(case.N, dtype=torch.int32, device=device)
     nowhere = torch.full_like(own, -1)
     prompts = row_prompts(problem)
+    prompt_state = problem.state.to(dtype)
     calls: Calls = []
     for t in range(problem.calls):
         rows = (problem.q[t], problem.k[t], problem.v[t], problem.g[t], problem.beta[t])
@@ -43,7 +45,7 @@ def full_state_calls(
             return full_state_step_triton(
                 *rows,
                 states=states,
-                recurrent_state=problem.state,
+                recurrent_state=prompt_state,
                 read_rows=read,
                 write_rows=write,
                 row_prompts=prompts,
