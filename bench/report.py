@@ -217,8 +217,9 @@ def make_table(rows: list[dict[str, Any]], spec: str) -> str:
     last = chosen[-1]
     fixed = ", ".join(f"{k} = {json.loads(v)}" for k, v in sorted(shared))
     commits = ", ".join(f"`{c}`" for c in dict.fromkeys(row["commit"] for row in chosen if row["commit"]))
-    machine = "two CPU cores" if last["gpu"] == "cpu" else last["gpu"]
-    note = f"{machine}, torch {last['torch']}, commit {commits}, {last['date']}"
+    machines = dict.fromkeys("two CPU cores" if row["gpu"] == "cpu" else row["gpu"] for row in chosen)
+    torches = dict.fromkeys(row["torch"] for row in chosen)
+    note = f"{', '.join(machines)}, torch {', '.join(torches)}, commit {commits}, {last['date']}"
     command = last["command"].split(" --out")[0]
     return "\n".join([*lines, "", f"{fixed + '; ' if fixed else ''}{note}; `{command}`"]) + "\n"
 
