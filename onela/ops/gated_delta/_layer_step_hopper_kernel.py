@@ -117,18 +117,21 @@ def scaled_silu(scaled):
 
 @gluon.jit
 def scaled_silu_pairs(scaled):
-    """The same, two at a time with one reciprocal: 1 / a = b / (a b). Exponents end at 60, or the product is inf."""
+    """The same, two at a time with one reciprocal: 1 / a = b / (a b).
+
+    a and b are times log2(e) / 2^60 and end at 1, so that their product is a normal number: a saturating multiply-add
+    costs nothing, a minimum before the exponent would. The reciprocal takes the factor and the sign back.
+    """
     return gl.inline_asm_elementwise(
         """{
         .reg .f32 a, b, r, s;
-        min.ftz.f32 a, $2, 0f42700000;
-        min.ftz.f32 b, $3, 0f42700000;
-        ex2.approx.ftz.f32 a, a;
-        ex2.approx.ftz.f32 b, b;
-        fma.rn.ftz.f32 a, a, 0fBFB8AA3B, 0fBFB8AA3B;
-        fma.rn.ftz.f32 b, b, 0fBFB8AA3B, 0fBFB8AA3B;
+        ex2.approx.ftz.f32 a, $2;
+        ex2.approx.ftz.f32 b, $3;
+        fma.rn.ftz.sat.f32 a, a, 0f21B8AA3B, 0f21B8AA3B;
+        fma.rn.ftz.sat.f32 b, b, 0f21B8AA3B, 0f21B8AA3B;
         mul.ftz.f32 r, a, b;
         rcp.approx.ftz.f32 r, r;
+        mul.ftz.f32 r, r, 0fA1800000;
         mul.ftz.f32 s, $2, r;
         mul.ftz.f32 r, $3, r;
         mul.ftz.f32 $0, s, b;
@@ -161,6 +164,14 @@ def silu_by_tanh(x):
         dtype=gl.float32,
         is_pure=True,
         pack=1,
+    )
+
+
+@gluon.jit
+def keep_rows(x, keep):
+    """x where keep is -1, zeros where it is 0; bf16, two at a time."""
+    return gl.inline_asm_elementwise(
+        "and.b32 $0, $1, $2;", "=r,r,r,r", [x, keep], dtype=gl.bfloat16, is_pure=True, pack=2
     )
 
 
@@ -444,6 +455,9 @@ def gated_delta_layer_step_hopper_kernel(
         place = gl.to_tensor(0)
         for _ in range(gl.cdiv(end - start, BW)):
             indices = (index, index_1, index_2)
+            if RING == G.STAGES:
+                # A stage then has a place of its own, known when this is compiled.
+                place = gl.to_tensor(0)
             slot_conv = gl.convert_layout(index[0], gl.SliceLayout(1, CONV))
             place = convolve(ring, place, n, indices, base, stride, taps, slot_conv, owner, G)
             v = ring.index(place).load(PIECE)
@@ -472,7 +486,7 @@ def gated_delta_layer_step_hopper_kernel(
 
             q_scale = scale * gl.rsqrt(qq + L2NORM_EPS)
             k_scale = gl.rsqrt(kk + L2NORM_EPS)
-            qk = qk * q_scale * k_scale
+            qk = qk * q_scale
             b_z = load_stages(ring, place, 1, PIECE, G)[0]
             place = refill(copy_stage, ring, place, n, indices, base, stride, G.GATE, 1, G)
             if T == 0:
@@ -504,7 +518,8 @@ def gated_delta_layer_step_hopper_kernel(
                 fade = fades[T - 1 - j]
                 uq += delta * (coefficients[2 * j] * q_scale * fade)[:, None]
                 uk += delta * (coefficients[2 * j + 1] * k_scale * fade)[:, None]
-            delta = b_beta[:, None] * (widen(v) - uk)
+            # As it is recorded, over the key's length.
+            delta = (b_beta * k_scale)[:, None] * (widen(v) - uk)
             b_o = uq + delta * qk[:, None]
             if T > 1:
                 gate = silu(b_z)
@@ -512,12 +527,11 @@ def gated_delta_layer_step_hopper_kernel(
             out = gl.arange(0, 128, layout=gl.SliceLayout(0, PIECE))
             written = (slot >= 0)[:, None]
             b_o = gated_norm(b_o, gate, b_norm.index(0).load(gl.SliceLayout(0, PIECE)), norm_eps, 128)
-            b_o = gl.where(written, b_o, 0.0)
+            keep, b_o = gl.broadcast(gl.where(slot >= 0, -1, 0)[:, None], b_o.to(gl.bfloat16))
             p_rows = p_o + (n.to(gl.int64) * G.HVV + column)[:, None] + out[None, :]
-            gl.store(p_rows, b_o.to(p_o.dtype.element_ty), mask=(n < end)[:, None])
+            gl.store(p_rows, keep_rows(b_o, keep), mask=(n < end)[:, None])
             p_rows = p_records_delta + column + (slot * G.HVV)[:, None] + out[None, :]
-            b_record = (delta * k_scale[:, None]).to(p_records_delta.dtype.element_ty)
-            gl.store(p_rows, b_record, mask=written)
+            gl.store(p_rows, delta.to(p_records_delta.dtype.element_ty), mask=written)
             gl.store(p_records_g + slot * HV + i_hv, b_g, mask=slot >= 0)
             n += BW
             b_g = g_1

@@ -23,7 +23,10 @@ from onela.ops.gated_delta.replay_hopper import (
 KERNEL_SIZE = 4
 HEAD_SIZE = 128
 RING = 5
-"""Stages in flight that fit twice into a multiprocessor, beside the state and the convolution's weights."""
+"""Stages in flight that fit twice into a multiprocessor, beside the state and the convolution's weights.
+
+A tile of fewer stages has a ring of its own size: with a fixed place a stage needs no arithmetic.
+"""
 
 
 def supports_layer_hopper(
@@ -108,7 +111,7 @@ def launch_layer_hopper(
     stages = stages_of_layer_tile(T, wide=records_delta.element_size() == 4)
     if config is None:
         sizes = (N, B, HV, HEAD_SIZE, HEAD_SIZE, stages, multiprocessors(mixed_qkv.device))
-        config = replace(choose_hopper(*sizes, stored=6), ring=RING)
+        config = replace(choose_hopper(*sizes, stored=6), ring=min(RING, stages))
     rows = rows_per_program(N, B, config)
     gated_delta_layer_step_hopper_kernel[(triton.cdiv(N, rows) * HV,)](
         *(mixed_qkv, z, a, b, conv_weight, A_log, dt_bias, norm_weight, recurrent_state, conv_state),

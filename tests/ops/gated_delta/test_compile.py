@@ -80,7 +80,7 @@ def test_compiles_for_sm_90(case: str, stack: int, shared_kib: int, tmp_path: Pa
 
 LAYER_CASES = [
     # T, ring, delta; stack bytes allowed
-    ("0 5 *bf16", 40),
+    ("0 4 *bf16", 40),
     pytest.param("3 5 *bf16", 40, marks=pytest.mark.slow),
     pytest.param("5 5 *fp32", 100, marks=pytest.mark.slow),
 ]
