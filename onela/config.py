@@ -201,7 +201,7 @@ def _check_options(config: Any) -> None:
         minimum, maximum = option.metadata["minimum"], option.metadata["maximum"]
         if minimum is None:
             # Empty, a key would let everybody in, a host would listen everywhere, and a directory is no limit.
-            if not value or (option.default is None and not isinstance(value, str)):
+            if not value or not isinstance(value, str):
                 raise ConfigError(f"{option.name}: text is expected, got {value!r}")
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:

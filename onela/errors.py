@@ -110,6 +110,12 @@ class RequestError(OneLAError, ValueError):
         """The same error of a field that the user wrote under another name."""
         return RequestError(field, self.reason)
 
+    def in_request(self, name: str) -> RequestError:
+        """The same error with a message that tells which of several requests it is about."""
+        error = self.about(self.field)
+        error.args = (f"{shorten(name)}: {self}",)
+        return error
+
 
 class CapacityError(OneLAError):
     """A request needs more memory than the engine may ever give it."""

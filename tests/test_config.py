@@ -66,6 +66,9 @@ def test_an_empty_text_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="api_key: text is expected, got b'x'"):
         ServerConfig(api_key=b"x")  # type: ignore[arg-type]
     assert getattr(ServerConfig.from_env({f"ONELA_SERVE_{name.upper()}": "x"}), name) == "x"
+    for config, option in ((ServerConfig, "model_name"), (EngineConfig, "dtype"), (EngineConfig, "device")):
+        with pytest.raises(ConfigError, match=f"{option}: text is expected, got 5"):
+            config(**{option: 5})
 
 
 @pytest.mark.parametrize("config", [EngineConfig, ServerConfig])

@@ -71,9 +71,15 @@ def _is_quick(request: Request) -> bool:
 
     Tokenizing and compiling filters take their time: neither the loop nor the worker shall wait for it.
     """
+    if not isinstance(request, Request):  # which is all that will be said of it
+        return True
     filters = (request.filter, request.exclude_item_ids, request.allow_item_ids)
     tokens = request.prompt_token_ids
-    return tokens is not None and len(tokens) <= MAX_QUICK_TOKENS and all(f is None for f in filters)
+    # An array of no dimension has no length, nor has what can be gone through once.
+    counted = isinstance(tokens, (list, tuple)) or getattr(tokens, "shape", ()) != ()
+    if tokens is None or not counted:
+        return False
+    return len(tokens) <= MAX_QUICK_TOKENS and all(f is None for f in filters)
 
 
 class AsyncEngine:

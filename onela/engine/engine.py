@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 import threading
 import weakref
 from collections import deque
@@ -19,6 +20,7 @@ from onela.decoding import BeamParams, HostBeams
 from onela.engine.active import ActiveRequest
 from onela.engine.catalogs import Catalogs
 from onela.engine.flight import MAX_FLIGHTS, Flight
+from onela.engine.interrupts import deferred_interrupts
 from onela.engine.packing import SelectionShape
 from onela.engine.prompt_cache import CacheStats, PromptCache
 from onela.engine.prompting import PromptEncoder, PromptOptions
@@ -38,6 +40,7 @@ from onela.errors import (
     OneLAError,
     RequestError,
     UnavailableError,
+    shown,
 )
 from onela.items import ItemCatalog, SidVocabulary
 from onela.models import LEAST, CausalLM, Rounding, load_model, read_model_config
@@ -204,6 +207,13 @@ class Engine:
             CheckpointError, ConfigError, VocabularyError, CatalogError: what cannot be loaded, and why.
         """
         config = EngineConfig.from_env(**options)
+        for name, given, kinds, what in (
+            ("path", path, (str, os.PathLike), "a checkpoint directory"),
+            ("catalog", catalog, (str, os.PathLike, ItemCatalog, type(None)), "a path or an ItemCatalog"),
+            ("vocabulary", vocabulary, (SidVocabulary, type(None)), "a SidVocabulary"),
+        ):
+            if not isinstance(given, kinds):
+                raise ConfigError(f"{name}: {what} is expected, got {shown(given)}")
         device = resolve_device(config.device)
         # Whether the model can be run at all, before its words are looked at.
         read_model_config(path)
@@ -239,11 +249,13 @@ class Engine:
         Returns:
             One result per request, in order.
         Raises:
-            RequestError: a request is malformed; nothing has run then.
+            RequestError: a request is malformed; nothing has run then. Among several it is named by its `request_id`,
+                or by its place.
             CapacityError: a request can never fit.
             NumericsError: the model produced NaN for a request.
             DeadlineError: a request's `timeout_s` is over. EngineError: a step failed unexpectedly.
-        The engine is usable after any of them.
+        The engine is usable after any of them, and after Ctrl-C, which ends these requests after the step that is being
+        run; a second one interrupts the step itself.
         """
         with self._generating:
             return self._generate(requests, params)
@@ -251,22 +263,32 @@ class Engine:
     def _generate(self, requests: Sequence[Request], params: BeamParams | None) -> list[Result]:
         if isinstance(requests, Request) or not isinstance(requests, Iterable):
             raise RequestError("requests", "a list of Request is expected", value=requests)
-        active = [self.prepare(request, params) for request in requests]
-        queue = deque(request for request in active if request.outcome is None)
-        for request in queue:
-            self.scheduler.check(request)
-        try:
-            while any(request.outcome is None for request in active):
-                while queue and not self.scheduler.is_full:
-                    self.scheduler.add(queue.popleft())
-                self.step()
-                for request in active:
-                    if isinstance(request.outcome, OneLAError):
-                        raise request.outcome
-        finally:
-            for request in active:
-                self.cancel(request)
-        return [request.outcome for request in active if isinstance(request.outcome, Result)]
+        requests = list(requests)
+        active = []
+        for place, request in enumerate(requests):
+            try:
+                active.append(self.prepare(request, params))
+            except RequestError as error:
+                if len(requests) == 1 or not isinstance(request, Request):
+                    raise
+                raise error.in_request(request.request_id or f"requests[{place}]") from error
+        queue = deque(member for member in active if member.outcome is None)
+        for waiting in queue:
+            self.scheduler.check(waiting)
+        with deferred_interrupts() as let_interrupt:
+            try:
+                while any(member.outcome is None for member in active):
+                    while queue and not self.scheduler.is_full:
+                        self.scheduler.add(queue.popleft())
+                    self.step()
+                    let_interrupt()
+                    for member in active:
+                        if isinstance(member.outcome, OneLAError):
+                            raise member.outcome
+            finally:
+                for member in active:
+                    self.cancel(member)
+        return [member.outcome for member in active if isinstance(member.outcome, Result)]
 
     def submit(self, request: Request, params: BeamParams | None = None) -> ActiveRequest:
         """Queue a request for the coming steps; its `outcome` is set when it has ended.

@@ -129,7 +129,14 @@ def evaluate(
             results: list[Result] = []
             for first in range(0, len(examples), CHUNK):
                 chunk = examples[first : first + CHUNK]
-                results += runner.generate([example.request for example in chunk], params)
+                results += runner.generate(
+                    # Errors tell which example they are about.
+                    [
+                        dataclasses.replace(e.request, request_id=f"example {n}")
+                        for n, e in enumerate(chunk, first + 1)
+                    ],
+                    params,
+                )
                 if progress is not None:
                     progress(len(chunk))
             seconds = time.perf_counter() - start

@@ -22,6 +22,11 @@ _KINDS = {bool: "boolean", int: "number", float: "number", str: "string"}
 _REMEMBERED_TEXTS = 1 << 16
 
 
+def not_a_filter(given: Any) -> RequestError:
+    """What is said of something else in a filter's place."""
+    return RequestError("filter", "a mapping of attributes' names to values is expected", value=given)
+
+
 class AttributeIndex:
     """For every (attribute, value) of the metadata, the items that have it.
 
@@ -50,7 +55,7 @@ class AttributeIndex:
             RequestError: an attribute that no item has, or a value that is no scalar or list of scalars.
         """
         if not isinstance(filter, Mapping) or not all(isinstance(name, str) for name in filter):
-            raise RequestError("filter", "a mapping of attributes' names to values is expected", value=filter)
+            raise not_a_filter(filter)
         parsed = []
         for name in sorted(filter):
             field = f"filter.{name}"

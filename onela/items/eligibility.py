@@ -7,6 +7,7 @@ their ancestors those that lose their last child, found by counting, without tou
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from onela.errors import RequestError
-from onela.items.attributes import AttributeIndex, Filter
+from onela.items.attributes import AttributeIndex, Filter, not_a_filter
 from onela.items.catalog import ItemCatalog
 from onela.items.lookup import Stretches
 
@@ -125,27 +126,23 @@ class EligibilityIndex:
         Raises:
             RequestError: names the field and what is wrong with it.
         """
-        if exclude_item_ids is None or (
-            isinstance(exclude_item_ids, Collection) and len(exclude_item_ids) == 0
-        ):
-            exclude_item_ids = ()
-            if allow_item_ids is None and not filter:
-                return None
+        # Of another kind, what is as good as empty must not pass for no filter.
+        if not isinstance(filter, (Mapping, type(None))):
+            raise not_a_filter(filter)
+        exclude = [] if exclude_item_ids is None else _listed("exclude_item_ids", exclude_item_ids)
+        if not exclude and allow_item_ids is None and not filter:
+            return None
         parsed = self.attributes.parse(filter) if filter else ()
         base = self._base(parsed)
-        excluded = self._items("exclude_item_ids", exclude_item_ids)
+        excluded = self._items("exclude_item_ids", exclude)
         if allow_item_ids is not None:
-            allowed = np.setdiff1d(
-                self._items("allow_item_ids", allow_item_ids), excluded, assume_unique=True
-            )
+            allow = _listed("allow_item_ids", allow_item_ids)
+            allowed = np.setdiff1d(self._items("allow_item_ids", allow), excluded, assume_unique=True)
             return self._only(allowed if base.items is None else allowed[base.items[allowed]])
         return self._without(base, excluded if base.items is None else excluded[base.items[excluded]])
 
-    def _items(self, field: str, item_ids: Sequence[int | str]) -> np.ndarray:
+    def _items(self, field: str, item_ids: list[Any]) -> np.ndarray:
         """Distinct items of ids, ascending."""
-        if isinstance(item_ids, (str, bytes)) or not isinstance(item_ids, Collection):
-            raise RequestError(field, "a list of item ids is expected", value=item_ids)
-        item_ids = list(item_ids)
         items = self.catalog.find_many(item_ids)
         items.sort()
         if len(items) and items[0] < 0:  # is it none of the catalogue's, of another type, or no id at all?
@@ -235,6 +232,14 @@ class EligibilityIndex:
         # Nodes ascend level by level, and so do their words.
         first = np.flatnonzero(np.concatenate([[True], place[1:] != place[:-1]]))
         return place[first], np.bitwise_or.reduceat(bit, first)
+
+
+def _listed(field: str, item_ids: Any) -> list[Any]:
+    """The ids that a field of a request holds. Raises `RequestError` for what is no list or the like."""
+    if isinstance(item_ids, Collection) and not isinstance(item_ids, (str, bytes)):
+        with contextlib.suppress(TypeError):  # an array of no dimension
+            return list(item_ids)
+    raise RequestError(field, "a list of item ids is expected", value=item_ids)
 
 
 def _plain(field: str, item_id: Any, kind: type) -> int | str:

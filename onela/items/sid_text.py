@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from onela.errors import VocabularyError
+from onela.errors import VocabularyError, shown
 
 # name for people -> (level letter, code)
 CONVENTIONS: dict[str, re.Pattern[str]] = {
@@ -50,6 +50,10 @@ def find_levels(vocab: Mapping[str, int], sid_pattern: str | Sequence[str] | Non
         labels = _collect(vocab, _compile(sid_pattern, 2))
         return f"pattern {sid_pattern}", _by_label(labels, f"sid_pattern: {sid_pattern!r}")
     if sid_pattern is not None:
+        if not isinstance(sid_pattern, Sequence) or not all(isinstance(p, str) for p in sid_pattern):
+            raise VocabularyError(
+                f"sid_pattern: a regular expression, or one per level, is expected, got {shown(sid_pattern)}"
+            )
         return _one_pattern_per_level(vocab, sid_pattern)
     found = {name: _collect(vocab, regex) for name, regex in CONVENTIONS.items()}
     found = {name: labels for name, labels in found.items() if labels}

@@ -8,7 +8,9 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from onela import (
     BeamParams,
@@ -287,5 +289,26 @@ def test_a_cancelled_request_ends_as_cancelled() -> None:
                 await asyncio.sleep(0.001)
             # The step that was under way may have been the last one, on a slow machine.
             assert isinstance(ticket.active.outcome, (CancelledError, Result))
+
+    drive(test)
+
+
+def test_prompts_of_any_kind() -> None:
+    """What a synchronous engine takes is taken, and what it refuses is refused with the same words."""
+
+    async def test() -> None:
+        async with running() as engine:
+            expected = answer(alone(Request(prompt_token_ids=[3, 4]), NARROW))
+            for tokens in ([3, 4], (3, 4), np.array([3, 4]), torch.tensor([3, 4]), iter([3, 4])):
+                result = await engine.generate(Request(prompt_token_ids=tokens), NARROW)  # type: ignore[arg-type]
+                assert answer(result) == expected
+            for wrong in (5, np.array(5), torch.tensor(5)):
+                with pytest.raises(
+                    RequestError, match="prompt_token_ids: a list of whole numbers is expected"
+                ):
+                    await engine.generate(Request(prompt_token_ids=wrong))  # type: ignore[arg-type]
+            for nothing in (None, "ab"):
+                with pytest.raises(RequestError, match="requests: a list of Request is expected"):
+                    await engine.generate(nothing)  # type: ignore[arg-type]
 
     drive(test)

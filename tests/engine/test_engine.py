@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -344,6 +345,33 @@ def test_what_is_no_list_of_requests_is_said_so_shortly(engine: Engine, requests
     with pytest.raises(onela.RequestError, match="requests: a list of Request is expected") as caught:
         engine.generate(requests)
     assert len(str(caught.value)) < 300
+
+
+def test_among_several_requests_the_wrong_one_is_named(engine: Engine) -> None:
+    """By its name, or by its place; alone, it needs neither."""
+    right, wrong = Request(prompt_token_ids=[1]), Request(prompt_token_ids=[-1])
+    with pytest.raises(
+        onela.RequestError, match=r"^requests\[1\]: prompt_token_ids: the token in place 0 lies"
+    ):
+        engine.generate(request for request in (right, wrong))  # type: ignore[arg-type]
+    with pytest.raises(onela.RequestError, match=r"^user 8: prompt_token_ids: the token in place 0 lies"):
+        engine.generate([right, dataclasses.replace(wrong, request_id="user 8")])
+    with pytest.raises(onela.RequestError, match=r"^prompt_token_ids: the token in place 0 lies"):
+        engine.generate([wrong])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("path", None, "path: a checkpoint directory is expected, got None"),
+        ("path", 5, "path: a checkpoint directory is expected, got 5"),
+        ("catalog", [], r"catalog: a path or an ItemCatalog is expected, got \[\]"),
+        ("vocabulary", [[1], [2]], r"vocabulary: a SidVocabulary is expected, got \[\[1\], \[2\]\]"),
+    ],
+)
+def test_what_an_engine_is_made_of_has_a_kind(name: str, value: Any, message: str) -> None:
+    with pytest.raises(onela.ConfigError, match=message):
+        Engine.from_pretrained(**{"path": "unused", name: value})
 
 
 @pytest.mark.parametrize("options", [["beam_width"], "beam_width", 5, None])

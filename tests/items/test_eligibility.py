@@ -251,7 +251,7 @@ def test_ids_may_come_in_any_collection_but_text() -> None:
         eligibility = index.compile(exclude_item_ids=ids)  # type: ignore[arg-type]
         assert eligibility is not None
         assert eligibility.excluded.tolist() == expected.excluded.tolist() == [0, 1]
-    for wrong in ("ab", 5, (name for name in "ab")):
+    for wrong in ("ab", 5, (name for name in "ab"), np.array("a")):
         with pytest.raises(RequestError, match="exclude_item_ids: a list of item ids is expected"):
             index.compile(exclude_item_ids=wrong)  # type: ignore[arg-type]
 
@@ -320,3 +320,11 @@ def test_excluding_a_thousand_of_many_items_touches_little() -> None:
     assert compiled is not None
     assert len(compiled.places) <= 3000
     assert compiled.num_nodes[-1] == catalog.num_sids - 1000
+
+
+@pytest.mark.parametrize("wrong", [[], "", 0, False, ("lang",)])
+def test_a_filter_of_another_kind_is_not_no_filter(wrong: Any) -> None:
+    index = EligibilityIndex(ItemCatalog.from_items([{"item_id": 1, "sid": [1]}]))
+    with pytest.raises(RequestError, match="filter: a mapping of attributes' names to values is expected"):
+        index.compile(filter=wrong)
+    assert index.compile(filter={}) is None

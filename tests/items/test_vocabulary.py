@@ -177,12 +177,14 @@ def test_one_pattern_per_level() -> None:
         (r"<(.*)_([0-9]+)>", "levels must be single letters or numbers"),
         (r"nothing([a-z])(\d+)", "no token matches"),
         ([], "an empty list"),
+        (5, "a regular expression, or one per level, is expected, got 5"),
+        ([5], r"a regular expression, or one per level, is expected, got \[5\]"),
         ([r"<a_\d+>"], "must have one group, the code"),
         ([r"<a_(\d+)>", r"<q_(\d+)>"], "level 1: no token matches"),
         ([r"<a_(\d+)>", r"<.+_(\d+)>"], "matches the patterns of levels 0 and 1"),
     ],
 )
-def test_wrong_patterns(pattern: str | list[str], message: str) -> None:
+def test_wrong_patterns(pattern: Any, message: str) -> None:
     vocab = {"<a_1>": 1, "<b_1>": 2, "<w-x>": 3, "<long_7>": 4}
     with pytest.raises(VocabularyError, match=f"^sid_pattern: .*{message}"):
         SidVocabulary.from_vocab(vocab, sid_pattern=pattern)
