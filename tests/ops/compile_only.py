@@ -3,7 +3,8 @@
     python compile_only.py 'JOBS'
 
 JOBS is a Python literal, a list of (module, kernel, compute capability, warps, types, constants);
-`{"desc": (block, layout arguments)}` among the types stands for a TMA descriptor of bf16. What is in neither is int32.
+`{"desc": (block, layout arguments)}` among the types stands for a TMA descriptor of bf16, or of fp32 or float8 where an
+element has 32 or 8 bits. What is in neither is int32.
 Prints stack bytes, registers and shared memory, a line per kernel.
 """
 
@@ -54,7 +55,8 @@ def compile_one(module: str, name: str, capability: int, warps: int, types: dict
             from triton.experimental.gluon._runtime import GluonASTSource
 
             block, layout = given
-            types[argument] = f"tensordesc<bf16{block!r},{gl.NVMMASharedLayout(**layout)!r}>"
+            element = {32: "fp32", 16: "bf16", 8: "fp8e4nv"}[layout["element_bitwidth"]]
+            types[argument] = f"tensordesc<{element}{block!r},{gl.NVMMASharedLayout(**layout)!r}>"
             source_type = GluonASTSource
     names = kernel.arg_names
     signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}

@@ -1,9 +1,14 @@
-"""Linear maps that are joined with their neighbours, and those in 8 bits, whose rows are rounded under a scale each."""
+"""Linear maps that are joined with their neighbours, and those in 8 bits, whose rows are rounded under own scales."""
 
 from onela.ops.linear.dispatch import (
     added_linear,
+    added_linear_float8,
     float8_linear,
+    float8_linear_swiglu,
+    float8_normed_linear,
     has_added,
+    has_float8_added,
+    has_float8_joined,
     has_heads,
     has_joined,
     heads_linear,
@@ -12,6 +17,12 @@ from onela.ops.linear.dispatch import (
     quantize_rows,
     rms_norm_float8,
     swiglu_float8,
+)
+from onela.ops.linear.float8_reference import (
+    added_linear_float8_ref,
+    float8_linear_swiglu_ref,
+    float8_normed_linear_ref,
+    quantize_blocks_ref,
 )
 from onela.ops.linear.reference import (
     FLOAT8,
@@ -28,10 +39,18 @@ from onela.ops.linear.reference import (
 __all__ = [
     "FLOAT8",
     "added_linear",
+    "added_linear_float8",
+    "added_linear_float8_ref",
     "added_linear_ref",
     "float8_linear",
     "float8_linear_ref",
+    "float8_linear_swiglu",
+    "float8_linear_swiglu_ref",
+    "float8_normed_linear",
+    "float8_normed_linear_ref",
     "has_added",
+    "has_float8_added",
+    "has_float8_joined",
     "has_heads",
     "has_joined",
     "heads_linear",
@@ -40,6 +59,7 @@ __all__ = [
     "linear_swiglu_ref",
     "normed_linear",
     "normed_linear_ref",
+    "quantize_blocks_ref",
     "quantize_rows",
     "quantize_rows_ref",
     "rms_norm_float8",

@@ -6,7 +6,14 @@ import torch
 from torch import Tensor
 
 from onela.ops._device import has_wgmma, multiprocessors
+from onela.ops.linear.float8_reference import (
+    BLOCK,
+    added_linear_float8_ref,
+    float8_linear_swiglu_ref,
+    float8_normed_linear_ref,
+)
 from onela.ops.linear.reference import (
+    FLOAT8,
     added_linear_ref,
     check_heads,
     cut_heads,
@@ -28,6 +35,10 @@ HEADS_ROWS = 1024
 """With more rows larger tiles, and a launch for norms and rotations, are as fast."""
 WIDTHS_ROWS = 2048
 """With more rows the last round of tiles is a small part of all."""
+FLOAT8_ADDED_ROWS = 1024
+"""Of more rows a launch rounds a norm faster than products take its blocks' scales."""
+FLOAT8_ROWS = 2048
+"""Of more rows torch's scaled product is as fast as our own."""
 ALIGNMENT = 16
 """The scaled product wants rows and columns in multiples of this."""
 
@@ -202,15 +213,120 @@ def float8_linear(
 ) -> Tensor:
     """`float8_linear_ref`, by the tensor cores where they take it. Same arguments, results and errors.
 
-    Elsewhere (a CPU, fp32 results, sizes that are no multiples of 16) the reference gives the same numbers, slower than
-    bf16 would be.
+    On Hopper up to 2,048 rows are multiplied by our own kernel, others by torch's. Elsewhere (a CPU, fp32 results,
+    sizes that are no multiples of 16) the reference gives the same numbers, slower than bf16 would be.
     """
+    N = x.shape[0]
+    if (
+        N <= FLOAT8_ROWS
+        and out_dtype == torch.bfloat16
+        and x.is_contiguous()
+        and has_float8_joined(N, weight)
+    ):
+        return float8_normed_linear(x, x_scales.t(), weight, weight_scales, out_dtype=out_dtype)
     aligned = not weight.shape[0] % ALIGNMENT and not weight.shape[1] % ALIGNMENT
     if _has_float8(x) and out_dtype == torch.bfloat16 and x.shape[0] and aligned:
         from onela.ops.linear.kernels import float8_linear_scaled
 
         return float8_linear_scaled(x, x_scales, weight, weight_scales, out_dtype=out_dtype)
     return float8_linear_ref(x, x_scales, weight, weight_scales, out_dtype=out_dtype)
+
+
+def float8_normed_linear(
+    x: Tensor,
+    x_scales: Tensor,
+    weight: Tensor,
+    weight_scales: Tensor,
+    *,
+    squares: Tensor | None = None,
+    eps: float = 0.0,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """`float8_normed_linear_ref`, by its kernel where `has_float8_joined` says so and the result is bf16.
+
+    Args, Returns, Raises: as in `float8_normed_linear_ref`.
+    Numerics: as in the implementation that runs.
+    """
+    if has_float8_joined(x.shape[0], weight) and x.is_contiguous() and out_dtype == torch.bfloat16:
+        from onela.ops.linear.float8_hopper import float8_normed_linear_hopper
+
+        return float8_normed_linear_hopper(
+            x, x_scales, weight, weight_scales, squares=squares, eps=eps, out_dtype=out_dtype
+        )
+    return float8_normed_linear_ref(
+        x, x_scales, weight, weight_scales, squares=squares, eps=eps, out_dtype=out_dtype
+    )
+
+
+def float8_linear_swiglu(
+    x: Tensor,
+    x_scales: Tensor,
+    weight: Tensor,
+    weight_scales: Tensor,
+    *,
+    squares: Tensor | None = None,
+    eps: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """`float8_linear_swiglu_ref`, by its kernel where `has_float8_joined` says so.
+
+    Args, Returns, Raises: as in `float8_linear_swiglu_ref`.
+    Numerics: as in the implementation that runs.
+    """
+    if has_float8_joined(x.shape[0], weight) and x.is_contiguous() and weight.shape[0] % 32 == 0:
+        from onela.ops.linear.float8_hopper import float8_linear_swiglu_hopper
+
+        return float8_linear_swiglu_hopper(x, x_scales, weight, weight_scales, squares=squares, eps=eps)
+    return float8_linear_swiglu_ref(x, x_scales, weight, weight_scales, squares=squares, eps=eps)
+
+
+def added_linear_float8(
+    x: Tensor,
+    x_scales: Tensor | None,
+    weight: Tensor,
+    weight_scales: Tensor | None,
+    *,
+    residual: Tensor,
+    norm_weight: Tensor,
+    zero_centered: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`added_linear_float8_ref`, by its kernel where `has_float8_added` says so and the residual is fp32.
+
+    Args, Returns, Writes, Raises: as in `added_linear_float8_ref`.
+    Numerics: as in the implementation that runs.
+    """
+    run = added_linear_float8_ref
+    if has_float8_added(x, weight) and residual.dtype == torch.float32 and residual.stride(-1) == 1:
+        from onela.ops.linear.float8_hopper import added_linear_float8_hopper
+
+        run = added_linear_float8_hopper
+    return run(
+        *(x, x_scales, weight, weight_scales),
+        residual=residual,
+        norm_weight=norm_weight,
+        zero_centered=zero_centered,
+    )
+
+
+def has_float8_joined(rows: int, weight: Tensor) -> bool:
+    """Whether Hopper's float8 products take so many rows and this weight. Their rows are contiguous."""
+    return (
+        has_wgmma(weight.device)
+        and weight.dtype == FLOAT8
+        and rows >= JOINED_ROWS
+        and weight.is_contiguous()
+        and weight.shape[1] % ALIGNMENT == 0
+        and weight.shape[0] % 8 == 0
+        and weight.data_ptr() % 16 == 0
+    )
+
+
+def has_float8_added(x: Tensor, weight: Tensor) -> bool:
+    """Whether `added_linear_float8` has a kernel for these, of 8 bits or of 16, that is worth its while."""
+    if weight.shape[0] % BLOCK or x.shape[0] > FLOAT8_ADDED_ROWS:
+        return False
+    if x.dtype == FLOAT8:
+        return x.is_contiguous() and has_float8_joined(x.shape[0], weight)
+    return has_added(x, weight)
 
 
 def _has_float8(x: Tensor) -> bool:

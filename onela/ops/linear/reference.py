@@ -126,9 +126,7 @@ def added_linear_ref(
     Numerics: fp32 inside (fp64 for fp64); the map is not rounded before it is added; deterministic.
     Raises: ShapeError, DtypeError.
     """
-    check_joined(x, weight, None)
-    check_float("residual", residual, x.shape[0], weight.shape[0])
-    check_float("norm_weight", norm_weight, weight.shape[0])
+    check_added(x, weight, residual, norm_weight)
     dtype = compute_dtype(x)
     wide = residual.to(dtype) + F.linear(x.to(dtype), weight.to(dtype))
     residual.copy_(wide)
@@ -219,6 +217,13 @@ def check_joined(x: Tensor, weight: Tensor, squares: Tensor | None) -> None:
     check_float("weight", weight, None, x.shape[1])
     if squares is not None:
         check_float("squares", squares, None, x.shape[0])
+
+
+def check_added(x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor) -> None:
+    """Raise `ShapeError` or `DtypeError` unless a product's factors fit each other, the residual and its next norm."""
+    check_joined(x, weight, None)
+    check_float("residual", residual, x.shape[0], weight.shape[0])
+    check_float("norm_weight", norm_weight, weight.shape[0])
 
 
 def float8_linear_ref(
