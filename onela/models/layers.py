@@ -9,12 +9,16 @@ from torch import Tensor, nn
 from onela.models.config import ModelConfig
 from onela.models.quantized import (
     FinishedRows,
+    Float8Blocks,
     Float8Linear,
     Float8Rows,
     Float8Weight,
+    MadeRows,
     Rows,
     UnfinishedRows,
     Weight,
+    added_float8,
+    gated_float8,
     linear,
 )
 from onela.models.rounding import Rounded
@@ -47,7 +51,7 @@ class RMSNorm(Rounded):
             x, self.weight, eps=self.eps, zero_centered=self.zero_centered, residual=residual
         )
 
-    def after(self, product: nn.Module, x: FinishedRows, residual: Tensor, reader: nn.Module) -> Rows:
+    def after(self, product: nn.Module, x: MadeRows, residual: Tensor, reader: nn.Module) -> Rows:
         """Add a product to the residual; the norm of the sum, as whoever reads it takes it.
 
         Args:
@@ -73,6 +77,12 @@ class RMSNorm(Rounded):
                 zero_centered=self.zero_centered,
             )
             return UnfinishedRows(*made, self.eps)
+        if isinstance(reader, FusedLinear) and isinstance(reader.fused, Float8Weight):
+            blocks = added_float8(
+                product, x, residual, reader.fused, self.weight, self.eps, self.zero_centered
+            )
+            if blocks is not None:
+                return blocks
         return self.rows_for(reader, product(x), residual)
 
     def rows_for(self, reader: nn.Module, added: Tensor | None, stream: Tensor) -> FinishedRows:
@@ -167,7 +177,7 @@ class FusedLinear(Rounded):
                 setattr(self, name, Float8Linear(child))
 
 
-def add_linear(stream: Tensor, x: FinishedRows, layer: nn.Module) -> Tensor | None:
+def add_linear(stream: Tensor, x: MadeRows, layer: nn.Module) -> Tensor | None:
     """Apply a linear map whose result belongs to the residual stream [N, D].
 
     Returns:
@@ -193,7 +203,7 @@ class MLP(FusedLinear):
     def forward(self, x: Rows) -> Tensor:
         return self.down_proj(self.inner(x))
 
-    def inner(self, x: Rows) -> FinishedRows:
+    def inner(self, x: Rows) -> MadeRows:
         """What `down_proj` reads: [N, hidden_size] -> [N, intermediate_size]."""
         if self.fused is None:
             return F.silu(self.gate_proj(x)) * self.up_proj(x)
@@ -203,6 +213,10 @@ class MLP(FusedLinear):
         if isinstance(self.fused, Tensor):
             assert isinstance(x, Tensor), "rows in float8 go to weights in float8"
             return linear_swiglu(x, self.fused)
+        if isinstance(x, (Float8Rows, Float8Blocks)):
+            blocks = gated_float8(x, self.fused)
+            if blocks is not None:
+                return blocks
         gate_up = linear(x, self.fused)
         return Float8Rows(*swiglu_float8(gate_up), gate_up.dtype)
 
@@ -338,7 +352,7 @@ class Attention(FusedLinear):
         """As `_project`, as one op where the weights are one and wide."""
         if not isinstance(self.fused, Tensor):
             return self._project(x, rope)
-        assert not isinstance(x, Float8Rows), "rows in float8 go to weights in float8"
+        assert not isinstance(x, (Float8Rows, Float8Blocks)), "rows in float8 go to weights in float8"
         values, squares, squares_eps = (
             (x.values, x.squares, x.eps) if isinstance(x, UnfinishedRows) else (x, None, 0.0)
         )

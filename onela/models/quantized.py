@@ -8,7 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from onela.ops.linear import float8_linear, normed_linear, quantize_rows
+from onela.ops.linear import (
+    added_linear_float8,
+    float8_linear,
+    float8_linear_swiglu,
+    float8_normed_linear,
+    has_float8_added,
+    has_float8_joined,
+    normed_linear,
+    quantize_rows,
+)
 
 
 @dataclass(frozen=True)
@@ -32,6 +41,11 @@ class Float8Rows:
     def shape(self) -> torch.Size:
         """[N, D]."""
         return self.values.shape
+
+    @property
+    def blocks(self) -> Float8Blocks:
+        """The same rows, as products in blocks take them."""
+        return Float8Blocks(self.values, self.scales.t(), self.dtype)
 
     def index_select(self, dim: int, index: Tensor) -> Float8Rows:
         """Some of the rows, as `Tensor.index_select` gives them."""
@@ -90,8 +104,31 @@ class UnfinishedRows:
         return self.values.shape
 
 
+@dataclass(frozen=True)
+class Float8Blocks:
+    """Rows rounded to float8 in blocks of columns by the product that made them, maybe of a norm without its factor.
+
+    Attributes:
+        values: [N, D] float8_e4m3fn. scales: [blocks, N] fp32, or [1, N], one for all columns.
+        dtype: what they would be in otherwise.
+        squares, eps: as in `UnfinishedRows`; None: they are finished.
+    """
+
+    values: Tensor
+    scales: Tensor
+    dtype: torch.dtype
+    squares: Tensor | None = None
+    eps: float = 0.0
+
+    @property
+    def shape(self) -> torch.Size:
+        """[N, D]."""
+        return self.values.shape
+
+
 FinishedRows = Tensor | Float8Rows
-Rows = FinishedRows | UnfinishedRows
+MadeRows = FinishedRows | Float8Blocks
+Rows = MadeRows | UnfinishedRows
 Weight = Tensor | Float8Weight
 
 
@@ -100,6 +137,17 @@ def linear(x: Rows, weight: Weight) -> Tensor:
     if isinstance(x, UnfinishedRows):
         assert isinstance(weight, Tensor), "a norm is finished by a product with wide weights"
         return normed_linear(x.values, weight, squares=x.squares, eps=x.eps)
+    if isinstance(x, Float8Blocks):
+        assert isinstance(weight, Float8Weight), "rows in float8 go to weights in float8"
+        return float8_normed_linear(
+            x.values,
+            x.scales,
+            weight.values,
+            weight.scales,
+            squares=x.squares,
+            eps=x.eps,
+            out_dtype=x.dtype,
+        )
     if isinstance(weight, Float8Weight):
         rows = Float8Rows.of(x) if isinstance(x, Tensor) else x
         return float8_linear(rows.values, rows.scales, weight.values, weight.scales, out_dtype=rows.dtype)
@@ -119,3 +167,54 @@ class Float8Linear(nn.Module):
     def forward(self, x: Rows) -> Tensor:
         product = linear(x, self.weight)
         return product if self.bias is None else product + self.bias
+
+
+def gated_float8(x: Float8Rows | Float8Blocks, weight: Float8Weight) -> Float8Blocks | None:
+    """The gated product of an MLP's first maps, rounded where it is made; None where there is no kernel for it.
+
+    Args:
+        x: [N, D]. weight: [2 * size, D], gate's rows first.
+    """
+    if x.dtype != torch.bfloat16 or weight.shape[0] % 32 or not has_float8_joined(x.shape[0], weight.values):
+        return None
+    rows = x.blocks if isinstance(x, Float8Rows) else x
+    made = float8_linear_swiglu(
+        rows.values, rows.scales, weight.values, weight.scales, squares=rows.squares, eps=rows.eps
+    )
+    return Float8Blocks(*made, rows.dtype)
+
+
+def added_float8(
+    product: nn.Module,
+    x: MadeRows,
+    residual: Tensor,
+    reader: Float8Weight,
+    norm_weight: Tensor,
+    eps: float,
+    zero_centered: bool,
+) -> Float8Blocks | None:
+    """Add a linear map to the residual and round the norm of the sum; None where there is no kernel for it.
+
+    Args:
+        product: the map, [size, D]. x: [N, D], what it reads. residual: [N, size], changed in place.
+        reader: the weight that reads the norm. norm_weight, eps, zero_centered: the norm's.
+    """
+    if not isinstance(product, (nn.Linear, Float8Linear)) or product.bias is not None:
+        return None
+    if isinstance(x, Float8Rows):
+        x = x.blocks
+    values, scales = (x, None) if isinstance(x, Tensor) else (x.values, x.scales)
+    weight = product.weight
+    factors, factor_scales = (weight, None) if isinstance(weight, Tensor) else (weight.values, weight.scales)
+    if (
+        (scales is None) != (factor_scales is None)
+        or x.dtype != torch.bfloat16
+        or residual.dtype != torch.float32
+        or not has_float8_added(values, factors)
+        or not has_float8_joined(values.shape[0], reader.values)
+    ):
+        return None
+    made, made_scales, squares = added_linear_float8(
+        values, scales, factors, factor_scales, residual=residual, norm_weight=norm_weight, zero_centered=zero_centered
+    )  # fmt: skip
+    return Float8Blocks(made, made_scales, torch.bfloat16, squares, eps)
