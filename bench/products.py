@@ -8,7 +8,11 @@ cache. `apart` is torch's own product with the launches around it. Four kinds of
     gate    rows under a norm, to `silu(gate) * up`; apart: the product and the gate
     out     to the residual stream, and the norm of the sum begun; apart: the product and the norm, with its sum
 
-    python bench/products.py [--models 0.8b 1.7b] [--rows 1024 256] [--tiles]
+With `--dtype float8` rows and weights are float8, apart as `torch._scaled_mm` takes them (a scale a row; `gate` and
+`out` round what they make), joined in blocks; `heads` are a product and a launch in either. The mixers' projections to
+the stream stay bf16, and what they make is rounded.
+
+    python bench/products.py [--models 0.8b 1.7b] [--rows 1024 256] [--tiles] [--dtype float8]
 """
 
 from __future__ import annotations
@@ -31,11 +35,18 @@ from torch import Tensor
 
 from bench.common import Failures, append_result, machine, time_graph
 from onela.ops.linear import (
+    added_linear_float8_ref,
     added_linear_ref,
+    float8_linear_swiglu_ref,
+    float8_normed_linear_ref,
     heads_linear_ref,
     linear_swiglu,
     linear_swiglu_ref,
     normed_linear_ref,
+    quantize_blocks_ref,
+    quantize_rows,
+    rms_norm_float8,
+    swiglu_float8,
 )
 from onela.ops.norm import qk_norm_rotary, rms_norm, swiglu
 
@@ -74,7 +85,10 @@ MODELS: dict[str, tuple[Product, ...]] = {
 HEADS = {"qwen3.5-0.8b": (8, 2, 256, 32), "qwen3-1.7b": (16, 8, 128, 64)}
 """Query and key heads of a model, their size, and angles of a row."""
 
-Run = Callable[[Tensor], Any]
+WIDE = ("out_proj", "o_proj")
+"""Products that float8 leaves in bf16."""
+
+Run = Callable[[Any], Any]
 
 
 class Problem:
@@ -103,14 +117,18 @@ class Problem:
         """torch's product, and the launches beside it."""
         o = F.linear(self.x, weight)
         if self.product.kind == "heads":
-            o = o.view(self.rows, -1, self.norms["q_weight"].shape[0])
-            q = o[:, : 2 * self.heads : 2] if self.gated else o[:, : self.heads]
-            return qk_norm_rotary(q, o[:, -2 * self.kv_heads : -self.kv_heads], **self.norms)
+            return self.finish_heads(o)
         if self.product.kind == "gate":
             return swiglu(o)
         if self.product.kind == "out":
             return rms_norm(o, self.norm, eps=1e-6, residual=self.residual)
         return o
+
+    def finish_heads(self, o: Tensor) -> Any:
+        """Norms and rotations of queries and keys."""
+        o = o.view(self.rows, -1, self.norms["q_weight"].shape[0])
+        q = o[:, : 2 * self.heads : 2] if self.gated else o[:, : self.heads]
+        return qk_norm_rotary(q, o[:, -2 * self.kv_heads : -self.kv_heads], **self.norms)
 
     def joined(self, tile: Any) -> Run:
         """One launch. `tile`: None is the kernel's own choice."""
@@ -160,24 +178,116 @@ class Problem:
         torch.testing.assert_close(given.float() / scale, want.float() / scale, **LIMIT)
 
 
+class Float8Problem(Problem):
+    """The same in float8: weights are pairs of values and scales, or bf16 where the product stays so."""
+
+    def __init__(self, model: str, product: Product, rows: int) -> None:
+        super().__init__(model, product, rows)
+        self.wide = product.name in WIDE
+        self.whole = quantize_rows(self.x)
+        self.blocks = (self.x, None) if self.wide else quantize_blocks_ref(self.x)
+        self.squares = self.squares[: self.product.depth // 128]
+
+    def weight(self) -> Any:
+        weight = super().weight()
+        return (weight, None) if self.wide else quantize_rows(weight)
+
+    def apart(self, weight: Any) -> Any:
+        """torch's product, and the launches beside it, which round."""
+        if self.wide:
+            o = F.linear(self.x, weight[0])
+        else:
+            from onela.ops.linear.kernels import float8_linear_scaled
+
+            o = float8_linear_scaled(*self.whole, *weight, out_dtype=torch.bfloat16)
+        if self.product.kind == "heads":
+            return self.finish_heads(o)
+        if self.product.kind == "gate":
+            return swiglu_float8(o)
+        if self.product.kind == "out":
+            return rms_norm_float8(o, self.norm, eps=1e-6, residual=self.residual)
+        return o
+
+    def joined(self, tile: Any) -> Run:
+        from onela.ops.linear import float8_hopper as hopper
+
+        finish = {"squares": self.squares, "eps": 1e-6, "tile": tile}
+        if self.product.kind == "out":
+            return lambda weight: hopper.added_linear_float8_hopper(
+                *self.blocks, *weight, residual=self.residual, norm_weight=self.norm, tile=tile
+            )
+        if self.product.kind == "gate":
+            return lambda weight: hopper.float8_linear_swiglu_hopper(*self.blocks, *weight, **finish)
+
+        def product(weight: Any) -> Tensor:
+            return hopper.float8_normed_linear_hopper(
+                *self.blocks, *weight, **finish, out_dtype=torch.bfloat16
+            )
+
+        if self.product.kind == "heads":
+            return lambda weight: self.finish_heads(product(weight))
+        return product
+
+    def check(self, run: Run) -> None:
+        weight = self.weight()
+        self.residual.normal_()
+        before = self.residual.clone()
+        given = run(weight)
+        factors = (*self.blocks, *weight)
+        if self.product.kind == "out":
+            values, scales, _ = added_linear_float8_ref(*factors, residual=before, norm_weight=self.norm)
+            near(self.residual, before, 2**-10)
+            given, want = unrounded(*given[:2]), unrounded(values, scales)
+        elif self.product.kind == "gate":
+            given = unrounded(*given)
+            want = unrounded(*float8_linear_swiglu_ref(*factors, squares=self.squares, eps=1e-6))
+        else:
+            want = float8_normed_linear_ref(
+                *factors, squares=self.squares, eps=1e-6, out_dtype=torch.bfloat16
+            )
+            if self.product.kind == "heads":
+                given, want = (torch.cat(parts, 1) for parts in (given, self.finish_heads(want)))
+        # Where a result is float8, one unit of its last place.
+        near(given, want, 2**-4 if self.product.kind in ("gate", "out") else 2**-7)
+
+
+def unrounded(values: Tensor, scales: Tensor) -> Tensor:
+    """What rows in float8 stand for."""
+    return values.float() * scales.t().repeat_interleave(128, 1)[:, : values.shape[1]]
+
+
+def near(given: Tensor, want: Tensor, share: float) -> None:
+    """Raise `AssertionError` unless every number is given to this share of the largest."""
+    scale = want.float().abs().max()
+    torch.testing.assert_close(given.float() / scale, want.float() / scale, rtol=LIMIT["rtol"], atol=share)
+
+
+def tile_name(tile: Any) -> str:
+    """Rows and columns of a tile, and how two warpgroups share float8's."""
+    split = getattr(tile, "split", 0)
+    return f"{tile.rows if split else 64 * tile.groups}x{tile.columns}" + f"/{split}" * (split > 0)
+
+
 def measure(model: str, product: Product, rows: int, failures: Failures, args: argparse.Namespace) -> None:
     """A line for every way to run one product."""
-    from onela.ops.linear import joined_hopper as hopper
+    from onela.ops.linear import float8_hopper, joined_hopper
 
-    problem = Problem(model, product, rows)
-    mode = {"in": hopper.PLAIN, "gate": hopper.GATED, "out": hopper.ADDED, "heads": hopper.HEADS}[
-        product.kind
-    ]
+    float8 = args.dtype == "float8"
+    problem = (Float8Problem if float8 else Problem)(model, product, rows)
+    hopper: Any = float8_hopper if float8 else joined_hopper
+    heads = hopper.PLAIN if float8 else hopper.HEADS
+    mode = {"in": hopper.PLAIN, "gate": hopper.GATED, "out": hopper.ADDED, "heads": heads}[product.kind]
     size = product.size // 2 if product.kind == "gate" else product.size
     arms: dict[str, Run] = {"apart": problem.apart, "joined": problem.joined(None)}
     if args.tiles:
         head_dim = problem.norms["q_weight"].shape[0]
-        for tile in hopper.TILES.get(mode) or [hopper.Tile(groups, head_dim) for groups in (1, 2)]:
+        for tile in hopper.TILES.get(mode) or [joined_hopper.Tile(groups, head_dim) for groups in (1, 2)]:
             if mode != hopper.ADDED or size % tile.columns == 0:
-                arms[f"{64 * tile.groups}x{tile.columns}"] = problem.joined(tile)
+                arms[tile_name(tile)] = problem.joined(tile)
     weights = [problem.weight() for _ in range(WEIGHTS)]
-    ideal = 2 * rows * product.size * product.depth / args.peak / 1e6
-    case = {"model": model, "product": product.name, "rows": rows, "dtype": "bfloat16"}
+    peak = args.peak * (2 if float8 and product.name not in WIDE else 1)
+    ideal = 2 * rows * product.size * product.depth / peak / 1e6
+    case = {"model": model, "product": product.name, "rows": rows, "dtype": args.dtype}
     for arm, run in arms.items():
         try:
             if arm != "apart":
@@ -202,7 +312,13 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--rows", type=int, nargs="+", default=[256, 1024, 4096])
     parser.add_argument("--tiles", action="store_true", help="every tile, not the chosen one alone")
-    parser.add_argument("--peak", type=float, default=790.0, help="TFLOP/s that the floor is made of")
+    parser.add_argument("--dtype", choices=["bfloat16", "float8"], default="bfloat16")
+    parser.add_argument(
+        "--peak",
+        type=float,
+        default=790.0,
+        help="TFLOP/s that the floor is made of; float8's are twice as many",
+    )
     parser.add_argument("--samples", type=int, default=7)
     parser.add_argument("--commit", help="the commit that is measured, where there is no checkout")
     parser.add_argument("--out", type=Path)
