@@ -44,7 +44,13 @@ def capacity(
     ] = 512,
     tokens: Annotated[
         list[int] | None,
-        typer.Option("--tokens", "-O", min=2, max=MAX_TOKENS, help="Tokens of a SID; may be repeated."),
+        typer.Option(
+            "--tokens",
+            "-O",
+            min=2,
+            max=MAX_TOKENS,
+            help="Tokens of a SID; may be repeated; default: 3 and 7.",
+        ),
     ] = None,
     key_heads: Annotated[int, typer.Option(min=1, help="H, without a model.")] = 16,
     value_heads: Annotated[int, typer.Option(min=1, help="HV, without a model.")] = 16,

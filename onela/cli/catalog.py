@@ -27,7 +27,7 @@ Source = Annotated[Path, typer.Argument(help="Catalogue in any known format.")]
 ModelOption = Annotated[
     Path | None, typer.Option("--model", help="Checkpoint whose tokenizer names the SID tokens.")
 ]
-FormatOption = Annotated[str, typer.Option("--format", help=f"auto, {', '.join(READERS)}.")]
+FormatOption = Annotated[str, typer.Option("--format", help=f"auto, onela, {', '.join(READERS)}.")]
 RadixOption = Annotated[
     int | None,
     typer.Option("--radix", min=2, help="Packed keys: codes per level; default: the codebook size."),

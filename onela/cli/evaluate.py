@@ -37,16 +37,18 @@ def evaluate_command(
     model: ModelPath,
     data: Annotated[
         Path,
-        typer.Option(
-            "--data", help='JSONL: {"history": [item ids], "target": item id} per line, or prompts.'
-        ),
+        typer.Option("--data", help='JSONL: {"history": ["7", "12"], "target": "4"} per line, or prompts.'),
     ],
     catalog: CatalogOption = None,
     vocabulary: VocabularyOption = None,
     sid_pattern: PatternOption = None,
-    beam_width: Annotated[list[int] | None, typer.Option(min=1, help="Beams; may be repeated.")] = None,
+    beam_width: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help=f"Beams; may be repeated; default: {BeamParams.beam_width}."),
+    ] = None,
     k: Annotated[
-        list[int] | None, typer.Option("-k", min=1, help="Length of the judged list; may be repeated.")
+        list[int] | None,
+        typer.Option("-k", min=1, help="Length of the judged list; may be repeated; default: 5 and 10."),
     ] = None,
     constraint: Annotated[
         str | None, typer.Option(help="on, off or both; default: both, and off without a catalogue.")

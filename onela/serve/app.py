@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +17,8 @@ from starlette.exceptions import HTTPException
 from onela._version import __version__
 from onela.config import ServerConfig
 from onela.engine import AsyncEngine, Engine, Result
-from onela.errors import CancelledError, CatalogError, EngineError, OneLAError, UnavailableError
+from onela.engine.request import prompt_field
+from onela.errors import CancelledError, CatalogError, EngineError, OneLAError, RequestError, UnavailableError
 from onela.serve import openai, protocol
 from onela.serve.failures import classify, error_response, http_response, validation_response
 from onela.serve.metrics import CONTENT_TYPE, Metrics
@@ -62,9 +63,14 @@ class Server:
         self.bodies.end()
         await self.engine.stop(drain_s=self.config.drain_s)
 
-    async def run(self, http: Request, *requests: Any) -> list[Result]:
-        """Answer requests, unless the client hangs up: then they are cancelled."""
-        tasks = [asyncio.ensure_future(self.engine.generate(request)) for request in requests]
+    async def run(self, http: Request, *requests: Any, prompts: Iterable[str] = ()) -> list[Result]:
+        """Answer requests, unless the client hangs up: then they are cancelled.
+
+        Args:
+            prompts: where the client has written each one's prompt, if not in the field of that name.
+        """
+        written = list(prompts) or map(prompt_field, requests)
+        tasks = [asyncio.ensure_future(self._answer(*asked)) for asked in zip(requests, written)]
         try:
             return await unless_disconnected(http, asyncio.gather(*tasks))
         finally:
@@ -73,6 +79,10 @@ class Server:
             outcomes = await asyncio.gather(*tasks, return_exceptions=True)
             for outcome in outcomes:
                 self.count(outcome)
+
+    async def _answer(self, request: Any, written: str) -> Result:
+        with protocol.field_called(prompt_field(request), written):
+            return await self.engine.generate(request)
 
     def count(self, outcome: Result | BaseException) -> None:
         """Count how a request ended."""
@@ -151,7 +161,10 @@ def _handle_errors(app: FastAPI) -> None:
         return error_response(EngineError(f"the server failed unexpectedly: {type(error).__name__}"))
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> Json:
+    async def invalid(request: Request, error: RequestValidationError) -> Json:
+        if isinstance(error.body, bytes):  # nobody has tried to read it
+            given = request.headers.get("content-type")
+            return error_response(RequestError("content-type", "application/json is expected", value=given))
         return validation_response(error.errors(), error.body)
 
     @app.exception_handler(HTTPException)
@@ -195,9 +208,8 @@ def _add_openai(app: FastAPI, server: Server) -> None:
     @app.post("/v1/completions", responses=RESPONSES)
     async def completions(body: protocol.CompletionRequest, http: Request) -> Json:
         """OpenAI's completions: one choice per beam, best first."""
-        with protocol.field_called("prompt_token_ids", "prompt"):
-            requests = body.to_requests(config, server.vocabulary.num_levels)
-            results = await server.run(http, *requests)
+        requests = body.to_requests(config, server.vocabulary.num_levels)
+        results = await server.run(http, *requests, prompts=body.prompts)
         logprobs = body.logprobs is not None
         return Json(openai.completion_body(results, server.vocabulary, config.model_name, logprobs=logprobs))
 

@@ -5,9 +5,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+)
+from pydantic_core import PydanticCustomError
 
 from onela._version import __version__
 from onela.config import MAX_BEAM_WIDTH, ServerConfig
@@ -23,6 +33,25 @@ Filter = dict[str, FilterValue | list[FilterValue]]
 TokenIds = Annotated[list[Annotated[StrictInt, Field(ge=0, lt=2**31)]], Field(min_length=1)]
 Text = Annotated[StrictStr, Field(min_length=1)]
 Name = Annotated[StrictStr, Field(min_length=1, max_length=256)]
+
+
+def _no_boolean(value: Any) -> Any:
+    """Python takes True for 1 and False for 0; a client that writes one has meant something else."""
+    if isinstance(value, bool):
+        raise PydanticCustomError("float_type", "Input should be a valid number")
+    return value
+
+
+def _only_boolean(value: Any) -> Any:
+    if not isinstance(value, bool):
+        raise PydanticCustomError("bool_type", "Input should be a valid boolean")
+    return value
+
+
+Zero = Annotated[Literal[0], BeforeValidator(_no_boolean)]
+One = Annotated[Literal[1], BeforeValidator(_no_boolean)]
+Yes = Annotated[Literal[True], BeforeValidator(_only_boolean)]
+No = Annotated[Literal[False], BeforeValidator(_only_boolean)]
 
 
 class Body(BaseModel):
@@ -130,14 +159,14 @@ class OpenAIRequest(Shared):
     model: StrictStr
     n: Width | None = None
     beam_width: Width | None = Field(None, description="Default: n, or without n the server's default width.")
-    use_beam_search: Literal[True] = True
+    use_beam_search: Yes = True
     max_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
     temperature: Annotated[Number, Field(ge=0, le=1)] | None = Field(None, description="0 or 1; no effect.")
-    top_p: Literal[1] | None = None
-    presence_penalty: Literal[0] | None = None
-    frequency_penalty: Literal[0] | None = None
+    top_p: One | None = None
+    presence_penalty: Zero | None = None
+    frequency_penalty: Zero | None = None
     seed: StrictInt | None = Field(None, description="No effect: the search is deterministic.")
-    stream: Literal[False] = False
+    stream: No = False
     user: Name | None = Field(None, description="The same as session_id.")
 
     @property
@@ -178,17 +207,23 @@ class CompletionRequest(OpenAIRequest):
 
     prompt: Text | TokenIds | Annotated[list[Text | TokenIds], Field(min_length=1, max_length=64)]
     logprobs: Annotated[StrictInt, Field(ge=0, le=5)] | None = None
-    echo: Literal[False] = False
+    echo: No = False
+
+    @property
+    def prompts(self) -> dict[str, str | list[int]]:
+        """Each prompt by the place that the client wrote it in."""
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
+            return {"prompt": cast(Any, self.prompt)}
+        return {f"prompt.{i}": cast(Any, prompt) for i, prompt in enumerate(self.prompt)}
 
     def to_requests(self, config: ServerConfig, num_levels: int) -> list[Request]:
         """One request per prompt. Raises `RequestError`."""
         params = self.beam_params(config, num_levels)
-        single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
-        prompts: list[Any] = [self.prompt] if single else list(self.prompt)
         requests = []
-        for prompt in prompts:
+        for written, prompt in self.prompts.items():
             field = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
-            request = self.make_request(config, params, **{field: prompt})
+            with field_called(field, written):
+                request = self.make_request(config, params, **{field: prompt})
             requests.append(dataclasses.replace(request, logprobs=self.logprobs is not None))
         return requests
 
@@ -198,7 +233,7 @@ class ChatRequest(OpenAIRequest):
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=1024)]
     logprobs: StrictBool | None = None
-    top_logprobs: Literal[0] | None = None
+    top_logprobs: Zero | None = None
     max_completion_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
 
     def to_request(self, config: ServerConfig, num_levels: int) -> Request:

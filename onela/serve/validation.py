@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 from onela.errors import shown
 
 SHOULD_BE = "Input should be "
-KINDS = frozenset(f"{kind}_type" for kind in ("bool", "int", "float", "string", "list", "dict"))
+KINDS = frozenset(
+    f"{kind}_type" for kind in ("bool", "int", "float", "string", "list", "dict", "model_attributes")
+)
 """pydantic's errors of a value that is another kind of thing."""
 
 Place = tuple[str | int, ...]
@@ -60,7 +62,12 @@ def _fault(error: Any, body: Any) -> Fault:
             place.append(part)
         else:
             forms.append((tuple(place), str(part)))
-    return Fault(tuple(place), tuple(forms), error["type"], error["msg"], _given(error))
+    if error["type"] == "json_invalid":  # its place is a character's
+        return Fault(
+            (), (), error["type"], f"not JSON: {error['ctx']['error']}, character {error['loc'][-1]}", ""
+        )
+    text = f"{SHOULD_BE}an object" if error["type"] == "model_attributes_type" else error["msg"]
+    return Fault(tuple(place), tuple(forms), error["type"], text, _given(error))
 
 
 def _given(error: Any) -> str:

@@ -10,6 +10,7 @@ import pydantic_core
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
 
 
 class Json(JSONResponse):
@@ -28,7 +29,12 @@ class JsonRequest(Request):
             try:
                 self._json = pydantic_core.from_json(body)
             except ValueError:
-                self._json = json.loads(body)
+                try:
+                    self._json = json.loads(body)
+                except json.JSONDecodeError:
+                    raise
+                except (ValueError, RecursionError) as error:  # no UTF-8, too many digits, too many levels
+                    raise HTTPException(400, f"the body cannot be read as JSON: {error}") from None
         return self._json
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from rich.text import Text
 from transformers import AutoTokenizer
 
 import onela
@@ -313,3 +314,13 @@ def test_the_list_of_commands_says_what_the_commands_say() -> None:
         command = load_command(name)
         assert command.name == name
         assert (command.help or "").strip().split("\n")[0] == summary
+
+
+def test_help_is_shown_as_it_is_written() -> None:
+    """Square brackets would be read as markup, and left out."""
+    commands = [load_command(name) for name in COMMANDS]
+    commands += [inner for command in commands for inner in getattr(command, "commands", {}).values()]
+    texts = [getattr(part, "help", None) or "" for command in commands for part in (command, *command.params)]
+    assert len(texts) > 80
+    for text in texts:
+        assert Text.from_markup(text).plain == text

@@ -159,15 +159,25 @@ def test_the_message_has_the_value_and_few_words(
     assert len(response.content) < 1200
 
 
-@pytest.mark.parametrize("prompt", [[97], [5] * 301, [[5], [97]], [[5], [6] * 301]])
-def test_token_prompts_of_completions_are_named_as_they_were_sent(
-    client: httpx.Client, prompt: list[Any]
+@pytest.mark.parametrize(
+    ("prompt", "place"),
+    [
+        ([97], "prompt"),
+        ([5] * 301, "prompt"),
+        ([[5], [97]], "prompt.1"),
+        ([[5], [6] * 301], "prompt.1"),
+        (["a", "b" * 5000], "prompt.1"),
+        (["a", "b" * 301], "prompt.1"),
+    ],
+)
+def test_prompts_of_completions_are_named_as_they_were_sent(
+    client: httpx.Client, prompt: list[Any], place: str
 ) -> None:
     response = client.post("/v1/completions", json={"model": "onela", "prompt": prompt, "n": 4})
     assert response.status_code == 422, response.text
     error = response.json()["error"]
-    assert error["param"] == "prompt"
-    assert error["message"].startswith("prompt: ")
+    assert error["param"] == place
+    assert error["message"].startswith(f"{place}: ")
 
 
 def test_of_the_forms_of_a_prompt_the_one_that_was_meant_is_told(client: httpx.Client) -> None:
@@ -178,11 +188,62 @@ def test_of_the_forms_of_a_prompt_the_one_that_was_meant_is_told(client: httpx.C
     assert response.json()["error"]["param"] == "prompt.1"
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"nul", b'{"prompt_token_ids": [NaN]}', b"\xff\xfe"])
-def test_what_is_no_json_object_is_422(client: httpx.Client, content: bytes) -> None:
+@pytest.mark.parametrize(
+    ("content", "status", "message"),
+    [
+        (b"", 422, "body: Field required"),
+        (b"{", 422, "body: not JSON: Expecting property name enclosed in double quotes, character 1"),
+        (b"nul", 422, "body: not JSON: Expecting value, character 0"),
+        (b"[]", 422, "body: Input should be an object (got a list)"),
+        (b"5", 422, "body: Input should be an object (got 5)"),
+        (
+            b'{"prompt_token_ids": [NaN]}',
+            422,
+            "prompt_token_ids.0: Input should be a valid integer (got nan)",
+        ),
+        (b"\xff", 400, "the body cannot be read as JSON: 'utf-8' codec can't decode byte 0xff in position 0"),
+        (b"[" * 9000, 400, "the body cannot be read as JSON: maximum recursion depth exceeded"),
+        (b"[" + b"9" * 6000 + b"]", 400, "the body cannot be read as JSON: Exceeds the limit (4300 digits)"),
+    ],
+)
+def test_what_is_no_json_object(client: httpx.Client, content: bytes, status: int, message: str) -> None:
     response = client.post("/v1/recommend", content=content, headers={"content-type": "application/json"})
-    assert response.status_code in (400, 422)
-    assert response.json()["error"]["message"]
+    assert response.status_code == status
+    assert response.json()["error"]["message"].startswith(message)
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", None])
+def test_a_body_that_is_not_said_to_be_json(client: httpx.Client, kind: str | None) -> None:
+    """What curl sends unless it is told."""
+    headers = {} if kind is None else {"content-type": kind}
+    response = client.post("/v1/recommend", content=json.dumps(BODY).encode(), headers=headers)
+    assert response.status_code == 422
+    error = response.json()["error"]
+    assert error["param"] == "content-type"
+    assert error["message"] == f"content-type: application/json is expected (got {kind!r})"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"top_p": True},
+        {"presence_penalty": False},
+        {"frequency_penalty": False},
+        {"stream": 0},
+        {"use_beam_search": 1},
+        {"echo": 0},
+    ],
+)
+def test_a_boolean_is_no_number_and_a_number_no_boolean(client: httpx.Client, wrong: dict[str, Any]) -> None:
+    [field] = wrong
+    body = {"model": "onela", "prompt": [5], "top_p": 1.0, "presence_penalty": 0.0, "stream": False}
+    assert client.post("/v1/completions", json=body).status_code == 200
+    response = client.post("/v1/completions", json={**body, **wrong})
+    assert response.status_code == 422
+    kind = "number" if isinstance(wrong[field], bool) else "boolean"
+    assert (
+        response.json()["error"]["message"] == f"{field}: Input should be a valid {kind} (got {wrong[field]})"
+    )
 
 
 def test_a_body_that_is_too_long_is_413_declared_or_not(client: httpx.Client) -> None:
