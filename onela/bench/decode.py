@@ -26,8 +26,8 @@ from onela.state import AttentionGeometry, PromptPool
 PARTS: tuple[tuple[str, str], ...] = (
     ("reorder", r"copy_rows|reorder"),
     ("attention", r"attention|flash|fmha"),
-    ("gdn", r"gated|delta|replay|full_state|short_conv|conv_|gates|split_state|layer_step"),
     ("matrix_products", r"nvjet|gemm|cutlass|cublas|xmma|splitK|ampere_|sm90_|product|linear_"),
+    ("gdn", r"gated|delta|replay|full_state|short_conv|conv_|gates|split_state|layer_step"),
 )
 """What a kernel is for, by its name; the first that matches. All others are the `rest`: the norms, rotations and sums
 that no matrix product has taken in."""

@@ -40,7 +40,11 @@ def run(monkeypatch: pytest.MonkeyPatch, module: Any, path: Path, *words: str) -
     ("kernel", "part"),
     [
         ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT", "matrix_products"),
+        ("joined_product_hopper_kernel", "matrix_products"),
+        ("gated_product_hopper_kernel", "matrix_products"),
+        ("float8_product_hopper_kernel", "matrix_products"),
         ("gated_delta_replay_hopper_kernel", "gdn"),
+        ("gated_delta_layer_step_hopper_kernel", "gdn"),
         ("conv_gates_kernel", "gdn"),
         ("full_state_step_kernel", "gdn"),
         ("gated_rms_norm_kernel", "gdn"),
