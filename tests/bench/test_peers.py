@@ -203,9 +203,11 @@ def test_a_peer_is_driven_as_its_documents_say(
 ) -> None:
     install(monkeypatch, name.split("_", 1)[0])
     limit = 5e-3 if dtype == torch.float32 else 2e-2
-    assert largest_error(PEERS[name], CASE, dtype, key_first, device="cpu") < limit
+    error = largest_error(PEERS[name], CASE, dtype, key_first, device="cpu")
+    assert error < limit
     if name in ("vllm", "vllm_read_parent", "sglang", "sglang_read_parent"):
-        assert largest_error(PEERS[name], CASE, dtype, not key_first, device="cpu") > 2 * limit
+        # Raw gates are drawn anew each time: 200 times and more were seen.
+        assert largest_error(PEERS[name], CASE, dtype, not key_first, device="cpu") > 50 * error
 
 
 @pytest.mark.parametrize("name", ["vllm_read_parent", "sglang", "sglang_read_parent"])
