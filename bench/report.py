@@ -36,6 +36,7 @@ TABLES = re.compile(r"(<!-- results: ([^>]*?) -->\n).*?(<!-- /results -->)", re.
 SUMMARIES = re.compile(r"(<!-- summary -->\n).*?(<!-- /summary -->)", re.DOTALL)
 OPERATOR = "operator time arm=replay R=16 W=512 K=128 record_dtype=bfloat16"
 SPEEDUP = "operator_sweep median_speedup"
+PEERS = "peers time_per_step R=4 W=256 O=3"
 LAYER = "layer_step time field=ratio_to_floor"
 PREFILL = "prefill prefill model=qwen3.5-0.8b cached=0"
 PROMPT = "attention prompt B=1 L=5000 HQ=16 D=128"
@@ -50,7 +51,13 @@ SUMMARY = (
         "0.212 / 0.990 ms",
     ),
     (
-        "the same over 405 shapes, median",
+        "a layer's recurrence and reordering in one decode step, R=4 W=256",
+        "{crossover time what=operator tree=random R=4 W=256 t=2 arm=replay}",
+        f"vLLM, SGLang, FlashInfer and fla: {{{PEERS} state_dtype=float32}} with fp32 states, "
+        f"{{{PEERS} state_dtype=bfloat16}} with bf16",
+    ),
+    (
+        "the operator over 405 shapes, median",
         f"{{{SPEEDUP} over=full_state_copy}} full states copied, "
         f"{{{SPEEDUP} 'over=best full_state_read_parent'}} read from the parent, "
         f"{{{SPEEDUP} over=replay_ssm_shared}} ReplaySSM",
