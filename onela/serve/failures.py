@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -35,9 +34,6 @@ STATUS: tuple[tuple[type[OneLAError], int, str, str], ...] = (
     (OneLAError, 500, "server_error", "engine_error"),
 )
 
-MAX_FAULTS = 20
-"""Fields that an answer tells what is wrong with."""
-
 
 def classify(error: OneLAError) -> tuple[int, str, str]:
     """Status, type and code of an error."""
@@ -68,10 +64,10 @@ def error_response(error: OneLAError) -> Json:
 
 
 def validation_response(errors: Sequence[Any], body: Any) -> Json:
-    """The answer to a body that has the wrong shape: every field that is wrong, the first one as `param`."""
+    """The answer to a body that has the wrong shape: what is wrong, field by field, the first one as `param`."""
     wrong = dict.fromkeys((fault.field, fault.text + fault.given) for fault in faults_of(errors, body))
     first = next(iter(wrong))[0]
-    message = "; ".join(f"{shorten(field)}: {text}" for field, text in itertools.islice(wrong, MAX_FAULTS))
+    message = "; ".join(f"{shorten(field)}: {text}" for field, text in wrong)
     return Json(error_body(message, "invalid_request_error", "invalid_request", first), 422)
 
 

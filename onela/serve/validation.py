@@ -6,6 +6,7 @@ value has not got it. Here the form that was evidently meant is found, and only 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,11 @@ KINDS = frozenset(
     f"{kind}_type" for kind in ("bool", "int", "float", "string", "list", "dict", "model_attributes")
 )
 """pydantic's errors of a value that is another kind of thing."""
+MAX_FAULTS = 20
+"""Most faults of a body that are told."""
+MAX_ERRORS = 1000
+"""Most of pydantic's errors that are looked at: a body of 2 MiB may have hundreds of thousands, and nobody else is
+answered meanwhile."""
 
 Place = tuple[str | int, ...]
 
@@ -41,12 +47,26 @@ class Fault(NamedTuple):
 
 
 def faults_of(errors: Sequence[Any], body: Any) -> list[Fault]:
-    """The faults of a body, those of the evident form alone.
+    """The first `MAX_FAULTS` faults of a body, those of the evident form alone.
 
     Args:
         errors: as `RequestValidationError.errors` gives them. body: what was sent.
     """
-    return _evident([_fault(error, body) for error in errors])
+    return _evident([_fault(error, body) for error in _few(errors)])[:MAX_FAULTS]
+
+
+def _few(errors: Sequence[Any]) -> list[Any]:
+    """Of errors that only their places in lists tell apart, the first: as many as are told, for every form."""
+    seen: Counter[tuple[str, ...]] = Counter()
+    few: list[Any] = []
+    for error in errors:
+        path = tuple(part for part in error["loc"] if isinstance(part, str))
+        seen[path] += 1
+        if seen[path] <= MAX_FAULTS:
+            few.append(error)
+        if len(few) == MAX_ERRORS:
+            break
+    return few
 
 
 def _fault(error: Any, body: Any) -> Fault:

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from onela.serve import protocol
-from onela.serve.validation import faults_of
+from onela.serve.validation import MAX_ERRORS, MAX_FAULTS, faults_of
 
 PROMPT_KINDS = "Input should be a valid string or a valid list"
 VALUES = "Input should be a valid boolean, a valid integer, a valid number"
@@ -81,6 +81,27 @@ def test_every_field_that_is_wrong_is_told_once() -> None:
         "prompt.1",
         "prompt.3",
     ]
+
+
+def test_of_many_faults_the_first_are_told() -> None:
+    """Whatever form comes first, the one that was meant is found among however many errors."""
+    tokens = told(protocol.CompletionRequest, {"model": "onela", "prompt": [5] + [-1] * 3000, "n": 0})
+    assert [line.split(":")[0] for line in tokens] == ["n"] + [f"prompt.{i}" for i in range(1, MAX_FAULTS)]
+    many = told(protocol.CompletionRequest, {"model": "onela", "prompt": ["a"] * 3000})
+    assert many == ["prompt: List should have at most 64 items after validation, not 3000"]
+    ids = told(protocol.RecommendRequest, {"prompt": "x", "exclude_item_ids": [None] * 3000})
+    text = "Input should be a valid integer or a valid string (got None)"
+    assert ids == [f"exclude_item_ids.{i}: {text}" for i in range(MAX_FAULTS)]
+
+
+def test_few_errors_are_looked_at() -> None:
+    """Every field that nobody knows is an error of its own."""
+    body = {"prompt": "x", **{f"field_{i}": i for i in range(2 * MAX_ERRORS)}}
+    with pytest.raises(ValidationError) as caught:
+        protocol.RecommendRequest.model_validate(body)
+    seen = [{**error, "loc": ("body", *error["loc"])} for error in caught.value.errors()]
+    rest = [None] * MAX_ERRORS  # whoever looks at these fails
+    assert len(faults_of([*seen[:MAX_ERRORS], *rest], body)) == MAX_FAULTS
 
 
 def test_what_is_no_body() -> None:
