@@ -17,6 +17,7 @@ from onela.items import storage
 from onela.items.assembly import Assembled, assemble, content_version
 from onela.items.builder import CatalogBuilder, CatalogItem, add_items, to_json
 from onela.items.columns import (
+    BOOLEANS,
     CatalogColumns,
     IdColumn,
     StringColumn,
@@ -136,14 +137,7 @@ class ItemCatalog:
         Raises:
             CatalogError: columns of different length, wrong types, and as `load`.
         """
-        rows, sids = sids, _code_rows(sids)
-        if sids.ndim != 2 or sids.shape[1] == 0 or (sids.size and sids.dtype.kind not in "iu"):
-            given = f"{sids.dtype} {list(sids.shape)}"
-            raise CatalogError(f"sids: expected integers of shape [M, num_levels], got {given}")
-        # Among integers a boolean becomes one.
-        if rows is not sids and bool in map(type, itertools.chain.from_iterable(rows)):
-            place = next(place for place, row in enumerate(rows) if bool in map(type, row))
-            raise CatalogError(f"sids: {rows[place]!r} has a boolean, expected integers", line=place + 1)
+        sids = _code_rows(sids)
         given_ids = item_ids if isinstance(item_ids, np.ndarray) else entries(item_ids, "item_ids")
         try:
             ids = id_column(given_ids)
@@ -443,15 +437,27 @@ class ItemCatalog:
 
 
 def _code_rows(sids: Any) -> np.ndarray:
-    """SIDs given by a user as an array. Raises `CatalogError` for rows of different length."""
+    """SIDs given by a user, [M, num_levels] integers. Raises `CatalogError` for anything else, booleans too."""
     try:
-        return np.asarray(sids)
-    except ValueError:
+        rows = np.asarray(sids)
+    except ValueError:  # rows of different length, or lists in the place of codes
         lengths = [len(row) if isinstance(row, Sized) else 0 for row in sids]
-        place = next((place for place, length in enumerate(lengths) if length != lengths[0]), 0)
-        raise CatalogError(
-            f"sids: {shown(sids[place])} has {lengths[place]} levels, expected {lengths[0]}", line=place + 1
-        ) from None
+        for line, (row, length) in enumerate(zip(sids, lengths), start=1):
+            if length != lengths[0]:
+                raise CatalogError(
+                    f"sids: {shown(row)} has {length} levels, expected {lengths[0]}", line=line
+                ) from None
+        raise CatalogError(f"sids: expected integers of shape [M, num_levels], got {shown(sids)}") from None
+    if rows.ndim != 2 or rows.shape[1] == 0 or (rows.size and rows.dtype.kind not in "iu"):
+        given = f"{rows.dtype} {list(rows.shape)}"
+        raise CatalogError(f"sids: expected integers of shape [M, num_levels], got {given}")
+    # Among integers a boolean becomes one; an array has none.
+    if isinstance(sids, (list, tuple)) and not BOOLEANS.isdisjoint(
+        map(type, itertools.chain.from_iterable(sids))
+    ):
+        place = next(place for place, row in enumerate(sids) if not BOOLEANS.isdisjoint(map(type, row)))
+        raise CatalogError(f"sids: {shown(sids[place])} has a boolean, expected integers", line=place + 1)
+    return rows
 
 
 def _json_texts(metadata: Any) -> list[str | None]:

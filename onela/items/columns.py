@@ -13,6 +13,8 @@ import numpy as np
 from onela.errors import CatalogError, shown
 from onela.items.trie import load_array
 
+BOOLEANS = frozenset((bool, np.bool_))
+"""Types of what becomes a number in an array of numbers."""
 _FNV_OFFSET, _FNV_PRIME, _U64 = 0xCBF29CE484222325, 0x100000001B3, (1 << 64) - 1
 _TAKE_ROWS = 1 << 18  # bounds the scratch memory of `take`
 
@@ -323,20 +325,30 @@ def number_column(numbers: object, field: str) -> np.ndarray:
         CatalogError: no list, or an entry that is no number; `line` is its 1-based place.
     """
     given = numbers if isinstance(numbers, np.ndarray) and numbers.ndim else entries(numbers, field)
+    plain = (
+        given.dtype.kind in "iuf" if isinstance(given, np.ndarray) else set(map(type, given)) <= {int, float}
+    )
     try:
-        column = np.asarray(given, dtype=np.float64)
-    except (TypeError, ValueError, OverflowError):
-        column = None
-    if column is not None and column.ndim == 1:
-        return column
+        if plain or all(map(_is_number, given)):
+            column = np.asarray(given, dtype=np.float64)
+            if column.ndim == 1:
+                return column
+    except OverflowError:  # an integer that no float64 holds
+        pass
     for line, number in enumerate(given, start=1):
-        try:
-            fits = np.asarray(number, dtype=np.float64).ndim == 0
-        except (TypeError, ValueError, OverflowError):
-            fits = False
-        if not fits:
+        if not _is_number(number):
             raise CatalogError(f"{field}: expected a number, got {shown(number)}", line=line)
     raise CatalogError(f"{field}: a list of numbers is expected, got {shown(numbers)}")
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value is one number; texts and booleans, which NumPy takes for such, are none."""
+    if isinstance(value, (str, bytes)) or type(value) in BOOLEANS:
+        return False
+    try:
+        return np.asarray(value, dtype=np.float64).ndim == 0
+    except (TypeError, ValueError, OverflowError):
+        return False
 
 
 def id_column(item_ids: object) -> np.ndarray | StringColumn:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from onela.errors import VocabularyError, shown
+from onela.items.columns import BOOLEANS
 from onela.items.sid_text import MAX_CODE, find_levels, parse_sid_text
 
 BEGIN_TOKEN = "<|sid_begin|>"
@@ -387,7 +388,7 @@ def _int_array(values: Any, name: str) -> np.ndarray:
     if array.ndim != 1 or array.size == 0:
         raise VocabularyError(f"{name}: expected a non-empty list of integers, got shape {array.shape}")
     # Among integers a boolean becomes one.
-    boolean = array.dtype.kind == "b" or (array is not values and bool in map(type, values))
+    boolean = array.dtype.kind == "b" or (array is not values and not BOOLEANS.isdisjoint(map(type, values)))
     if array.dtype.kind not in "iu" or boolean:
         raise VocabularyError(f"{name}: expected integers, got {'bool' if boolean else array.dtype}")
     if int(array.min()) < 0:

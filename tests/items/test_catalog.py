@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -287,6 +288,15 @@ def test_strings_that_share_a_hash_are_two_items(monkeypatch: pytest.MonkeyPatch
         (([1, 2], [1, 2]), r"sids: expected integers of shape \[M, num_levels\], got int64 \[2\]"),
         (([1, 2], [[0.5], [1.0]]), "sids: expected integers"),
         (([1, 2], [[0, 1], [2, True]]), r"sids: \[2, True\] has a boolean, expected integers"),
+        (
+            ([1, 2], [[0, 1], [2, np.True_]]),
+            r"item 2: sids: \[2, .*True.*\] has a boolean, expected integers",
+        ),
+        (([1, 2], [np.array([0, 1]), np.array([False, True])]), "item 2: sids: .* has a boolean"),
+        (
+            ([1, 2], [[0, [1]], [2, 1]]),
+            r"sids: expected integers of shape \[M, num_levels\], got \[\[0, \[1\]\]",
+        ),
         (([True, 2], [[0, 1], [2, 1]]), "item_id: expected all strings or all integers, got True"),
         (([1, 2], np.zeros((2, 0), dtype=np.int32)), "sids: expected integers"),
         (([1, 2], [[1], [-2]]), "line 2|code -2 of level 0 is out of range"),
@@ -316,8 +326,12 @@ def test_from_arrays_refuses(arguments: tuple[Any, Any], message: str) -> None:
         ({"weights": [1, "a"]}, "item 2: weights: expected a number, got 'a'"),
         ({"weights": [1, 10**400]}, "item 2: weights: expected a number, got 10000"),
         ({"weights": [1, [2]]}, r"item 2: weights: expected a number, got \[2\]"),
-        ({"weights": np.array(["1", "a"])}, "item 2: weights: expected a number, got"),
+        ({"weights": [1, "2"]}, "item 2: weights: expected a number, got '2'"),
+        ({"weights": [0.5, True]}, "item 2: weights: expected a number, got True"),
+        ({"weights": np.array([True, False])}, "item 1: weights: expected a number, got"),
+        ({"weights": np.array(["1", "a"])}, "item 1: weights: expected a number, got"),
         ({"weights": np.ones((2, 2))}, "item 1: weights: expected a number, got"),
+        ({"weights": np.ones((0, 2))}, "weights: a list of numbers is expected, got"),
         ({"weights": 5}, "weights: a list is expected, got 5"),
         ({"weights": np.array(5.0)}, "weights: a list is expected, got array"),
     ],
@@ -338,6 +352,17 @@ def test_items_may_hold_numpys_values() -> None:
         ItemCatalog.from_items([{"item_id": 1, "sid": np.array([True])}])
     with pytest.raises(CatalogError, match="items: a list of CatalogItem or of mappings is expected"):
         ItemCatalog.from_items(None)  # type: ignore[arg-type]
+
+
+def test_from_arrays_takes_arrays_of_others_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor's elements, gone through one by one, take minutes for millions; a data frame's are its columns."""
+    expected = ItemCatalog.from_arrays([1, 2], [[1, 2], [3, 4]]).version
+    sids = torch.tensor([[1, 2], [3, 4]])
+    with monkeypatch.context() as context:
+        context.setattr(torch.Tensor, "__iter__", None)
+        assert ItemCatalog.from_arrays([1, 2], sids).version == expected
+    assert ItemCatalog.from_arrays([1, 2], list(sids.numpy())).version == expected
+    assert ItemCatalog.from_arrays([1, 2], [(1, np.int8(2)), [3, 4]]).version == expected
 
 
 def test_from_arrays_refuses_columns_of_other_lengths() -> None:

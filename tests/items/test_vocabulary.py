@@ -67,6 +67,7 @@ def test_explicit_ids_with_holes() -> None:
         ([[[1]]], None, "non-empty list of integers"),
         ([[True, False]], None, "expected integers"),
         ([[3, True]], None, r"token_ids\[0\]: expected integers, got bool"),
+        ([[3, np.True_]], None, r"token_ids\[0\]: expected integers, got bool"),
         ([[3, 4]], [[0, True]], r"codes\[0\]: expected integers, got bool"),
         ([[3, -1]], None, "-1 is negative"),
         ([[3, 4, 3]], None, "token id 3 stands at level 0 and again at level 0"),
