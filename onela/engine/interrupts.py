@@ -1,4 +1,4 @@
-"""Ctrl-C between two steps of the engine, never within one: places that are half given out would be lost."""
+"""Ctrl-C between two steps of the engine instead of within one, where places that are half given out would be lost."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from types import FrameType
 def deferred_interrupts() -> Iterator[Callable[[], None]]:
     """Inside, Ctrl-C waits until the function that is yielded is called, or the end; a second one does not wait.
 
-    Only the main thread is interrupted: on others nothing changes, nor where the process handles Ctrl-C in no way of
-    Python's.
+    Only the main thread is interrupted: on others nothing changes, nor where no function of Python's handles Ctrl-C.
+
+    Raises:
+        KeyboardInterrupt: one that has waited; or whatever else the process does on Ctrl-C.
     """
     handler = None
     if threading.current_thread() is threading.main_thread():

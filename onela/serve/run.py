@@ -19,8 +19,9 @@ from fastapi import FastAPI
 from onela.config import ServerConfig
 from onela.errors import ConfigError
 
-logger = logging.getLogger("uvicorn.error")
+logger = logging.getLogger("uvicorn.error")  # where uvicorn says whatever is no access
 BACKLOG = 2048
+"""Connections that may wait to be accepted; uvicorn's default."""
 KEEP_ALIVE_S = 75
 """A connection without requests is shut after so long."""
 
@@ -58,7 +59,7 @@ def bound(config: ServerConfig) -> Iterator[list[socket.socket]]:
                     sockets.append(_bind(family, kind, protocol, (address[0], port, *address[2:])))
                 except OSError as error:
                     # A host may have a name for both protocols, and one of them only.
-                    if error.errno != errno.EADDRNOTAVAIL:
+                    if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                         raise
                     unavailable = error
                 else:
@@ -147,6 +148,7 @@ class DrainingServer(uvicorn.Server):
         await stopping
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to accept, and say where: uvicorn is silent about sockets that it is given."""
         await super().startup(sockets)
         for sock in sockets or ():
             host, port, *_ = sock.getsockname()

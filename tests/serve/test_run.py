@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import socket
+from typing import Any
 
 import pytest
 
 from onela.config import ServerConfig
 from onela.errors import ConfigError
+from onela.serve import run
 from onela.serve.run import bound, listen
 
 
@@ -73,3 +76,27 @@ def test_a_name_for_several_addresses_has_one_port() -> None:
     with bound(ServerConfig(host="localhost", port=0)) as sockets:
         assert len({sock.getsockname()[1] for sock in sockets}) == 1
         assert ("127.0.0.1", sockets[0].getsockname()[1]) in [sock.getsockname() for sock in sockets]
+
+
+@pytest.mark.parametrize("reason", [errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL])
+def test_a_name_for_a_protocol_that_this_host_has_not(reason: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As localhost is where IPv6 is switched off; without any other there is nothing to listen on."""
+    lacking = (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", 0, 0, 0))
+    found = [lacking, (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))]
+    original = run._bind
+
+    def bind(family: int, *rest: Any) -> socket.socket:
+        if family == socket.AF_INET6:
+            raise OSError(reason, "no such protocol")
+        return original(family, *rest)
+
+    monkeypatch.setattr(run, "_bind", bind)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    with bound(ServerConfig(host="localhost", port=0)) as sockets:
+        assert [sock.family for sock in sockets] == [socket.AF_INET]
+    del found[1]
+    with (
+        pytest.raises(ConfigError, match="host: cannot listen on 'localhost' "),
+        bound(ServerConfig(host="localhost", port=0)),
+    ):
+        pytest.fail("there is no address")
