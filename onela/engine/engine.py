@@ -249,8 +249,8 @@ class Engine:
         Returns:
             One result per request, in order.
         Raises:
-            RequestError: a request is malformed; nothing has run then. Among several it is named by its `request_id`,
-                or by its place.
+            RequestError: a request is malformed; nothing has run then. It is named by its `request_id`, without one and
+                among several by its place.
             CapacityError: a request can never fit.
             NumericsError: the model produced NaN for a request.
             DeadlineError: a request's `timeout_s` is over. EngineError: a step failed unexpectedly.
@@ -269,9 +269,12 @@ class Engine:
             try:
                 active.append(self.prepare(request, params))
             except RequestError as error:
-                if len(requests) == 1 or not isinstance(request, Request):
+                if not isinstance(request, Request):
                     raise
-                raise error.in_request(request.request_id or f"requests[{place}]") from error
+                name = request.request_id or (f"requests[{place}]" if len(requests) > 1 else None)
+                if name is None:
+                    raise
+                raise error.in_request(name) from error
         queue = deque(member for member in active if member.outcome is None)
         for waiting in queue:
             self.scheduler.check(waiting)

@@ -447,7 +447,12 @@ def _code_rows(sids: Any) -> np.ndarray:
                 raise CatalogError(
                     f"sids: {shown(row)} has {length} levels, expected {lengths[0]}", line=line
                 ) from None
-        raise CatalogError(f"sids: expected integers of shape [M, num_levels], got {shown(sids)}") from None
+        line, row = next(
+            (line, row)
+            for line, row in enumerate(sids, start=1)
+            if any(isinstance(code, Sized) for code in row)
+        )
+        raise CatalogError(f"sids: {shown(row)} has a list, expected integers", line=line) from None
     if rows.ndim != 2 or rows.shape[1] == 0 or (rows.size and rows.dtype.kind not in "iu"):
         given = f"{rows.dtype} {list(rows.shape)}"
         raise CatalogError(f"sids: expected integers of shape [M, num_levels], got {given}")

@@ -65,7 +65,7 @@ class Door:
     """Refuses bodies that are too long and callers without the right key.
 
     Args:
-        app: what lies behind. config: keys and limits. bodies: ends those that have not come on shutdown.
+        app: what lies behind. config: keys and limits. bodies: ends those that stand still, on shutdown all.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig, bodies: Bodies) -> None:

@@ -348,7 +348,7 @@ def test_what_is_no_list_of_requests_is_said_so_shortly(engine: Engine, requests
 
 
 def test_among_several_requests_the_wrong_one_is_named(engine: Engine) -> None:
-    """By its name, or by its place; alone, it needs neither."""
+    """By its name, or by its place, which it does not need alone."""
     right, wrong = Request(prompt_token_ids=[1]), Request(prompt_token_ids=[-1])
     with pytest.raises(
         onela.RequestError, match=r"^requests\[1\]: prompt_token_ids: the token in place 0 lies"
@@ -356,6 +356,8 @@ def test_among_several_requests_the_wrong_one_is_named(engine: Engine) -> None:
         engine.generate(request for request in (right, wrong))  # type: ignore[arg-type]
     with pytest.raises(onela.RequestError, match=r"^user 8: prompt_token_ids: the token in place 0 lies"):
         engine.generate([right, dataclasses.replace(wrong, request_id="user 8")])
+    with pytest.raises(onela.RequestError, match=r"^user 8: prompt_token_ids: the token in place 0 lies"):
+        engine.generate([dataclasses.replace(wrong, request_id="user 8")])
     with pytest.raises(onela.RequestError, match=r"^prompt_token_ids: the token in place 0 lies"):
         engine.generate([wrong])
 

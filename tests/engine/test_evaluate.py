@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from onela import BeamParams, ConfigError, Engine, Request, Result
-from onela.engine.evaluate import evaluate, hit_at, ndcg_at, recall_at
+from onela import BeamParams, ConfigError, Engine, Request, RequestError, Result
+from onela.engine.evaluate import CHUNK, evaluate, hit_at, ndcg_at, recall_at
 from onela.engine.examples import Example, ExampleReader
 from tests.fixtures import Published, save_hybrid
 
@@ -172,6 +172,14 @@ def test_unusable_arguments(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         evaluate(engine, examples, **options)
+
+
+@pytest.mark.parametrize("place", [0, 5, CHUNK])
+def test_a_wrong_example_is_named(engine: Engine, examples: list[Example], place: int) -> None:
+    """By its number among all, which one that is run alone keeps."""
+    wrong = Example(Request(prompt_token_ids=[-1]), frozenset({(0, 0, 0)}))
+    with pytest.raises(RequestError, match=f"^example {place + 1}: prompt_token_ids: the token in place 0"):
+        evaluate(engine, [*examples[:place], wrong])
 
 
 def test_no_examples(engine: Engine) -> None:

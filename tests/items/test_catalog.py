@@ -293,10 +293,7 @@ def test_strings_that_share_a_hash_are_two_items(monkeypatch: pytest.MonkeyPatch
             r"item 2: sids: \[2, .*True.*\] has a boolean, expected integers",
         ),
         (([1, 2], [np.array([0, 1]), np.array([False, True])]), "item 2: sids: .* has a boolean"),
-        (
-            ([1, 2], [[0, [1]], [2, 1]]),
-            r"sids: expected integers of shape \[M, num_levels\], got \[\[0, \[1\]\]",
-        ),
+        (([1, 2], [[0, 1], [2, [1]]]), r"item 2: sids: \[2, \[1\]\] has a list, expected integers"),
         (([True, 2], [[0, 1], [2, 1]]), "item_id: expected all strings or all integers, got True"),
         (([1, 2], np.zeros((2, 0), dtype=np.int32)), "sids: expected integers"),
         (([1, 2], [[1], [-2]]), "line 2|code -2 of level 0 is out of range"),
