@@ -29,8 +29,10 @@ Width = Annotated[StrictInt, Field(ge=1, le=MAX_BEAM_WIDTH)]
 Number = StrictFloat  # takes integers too
 ItemId = StrictInt | StrictStr
 FilterValue = StrictBool | StrictInt | StrictFloat | StrictStr
-Filter = dict[str, FilterValue | list[FilterValue]]
-TokenIds = Annotated[list[Annotated[StrictInt, Field(ge=0, lt=2**31)]], Field(min_length=1)]
+# Of a long list the first wrong entry is told: to tell of hundreds of thousands would hold up all other requests.
+ItemIds = Annotated[list[ItemId], Field(fail_fast=True)]
+Filter = dict[str, FilterValue | Annotated[list[FilterValue], Field(fail_fast=True)]]
+TokenIds = Annotated[list[Annotated[StrictInt, Field(ge=0, lt=2**31)]], Field(min_length=1, fail_fast=True)]
 Text = Annotated[StrictStr, Field(min_length=1)]
 Name = Annotated[StrictStr, Field(min_length=1, max_length=256)]
 
@@ -81,8 +83,8 @@ class Shared(Body):
 
     normalizer: Literal["level", "allowed", "vocabulary"] = BeamParams.normalizer
     length_penalty: Annotated[Number, Field(ge=-100, le=100)] = BeamParams.length_penalty
-    exclude_item_ids: list[ItemId] | None = None
-    allow_item_ids: list[ItemId] | None = None
+    exclude_item_ids: ItemIds | None = None
+    allow_item_ids: ItemIds | None = None
     filter: Filter | None = None
     session_id: Name | None = None
     request_id: Name | None = None

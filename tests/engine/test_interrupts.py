@@ -21,8 +21,8 @@ PARAMS = BeamParams(beam_width=20)
 def python_handles_ctrl_c() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    signal.signal(signal.SIGINT, before)
+    after = signal.signal(signal.SIGINT, before)
+    assert after is signal.default_int_handler
 
 
 @pytest.mark.parametrize(
