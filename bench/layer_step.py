@@ -3,7 +3,7 @@
 A case is R requests of W beams with random parents, sorted within the request, at the decode call that replays t
 records. A run is one such call on each of several sets of inputs, so that it does not find its inputs in the L2 cache,
 over and over in one CUDA graph of at least 32 launches: a decode step's graph holds hundreds, and with few the gap of
-some 2 us between two replays of the graph is counted as the launch's. The floor is what one launch must move at least
+some 6 us between two replays of the graph is counted as the launch's. The floor is what one launch must move at least
 over the copy bandwidth of the same process: the rows and the output, the ancestors' inputs in the window, every record
 read and written, the states.
 

@@ -12,10 +12,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from onela.errors import ShapeError
-from onela.ops._checks import check_float
 from onela.ops._device import multiprocessors
 from onela.ops.linear import _float8_hopper_kernel as kernel
-from onela.ops.linear.float8_reference import BLOCK, check_block_factors
+from onela.ops.linear.float8_reference import BLOCK, check_added_factors, check_block_factors
 from onela.ops.linear.joined_hopper import (
     ADDED,
     GATED,
@@ -23,8 +22,9 @@ from onela.ops.linear.joined_hopper import (
     PLAIN,
     REGISTERS,
     SHARED,
+    swizzled,
 )
-from onela.ops.linear.reference import FLOAT8, check_added
+from onela.ops.linear.reference import FLOAT8
 
 WIDE, AT_END, EVERY_BLOCK = (where.value for where in (kernel.WIDE, kernel.AT_END, kernel.EVERY_BLOCK))
 BY_ROWS, BY_COLUMNS = kernel.BY_ROWS.value, kernel.BY_COLUMNS.value
@@ -117,12 +117,7 @@ def added_linear_float8_hopper(
     Aliasing: weight, its scales and norm_weight are read while the kernel before still runs.
     Numerics: as in `float8_normed_linear_hopper`.
     """
-    if x_scales is None or weight_scales is None:
-        check_added(x, weight, residual, norm_weight)
-    else:
-        check_block_factors(x, x_scales, weight, weight_scales, None)
-        check_float("residual", residual, x.shape[0], weight.shape[0])
-        check_float("norm_weight", norm_weight, weight.shape[0])
+    check_added_factors(x, x_scales, weight, weight_scales, residual, norm_weight)
     N, size = x.shape[0], weight.shape[0]
     if size % BLOCK:
         raise ShapeError(f"weight: a multiple of {BLOCK} rows is needed, got {size}")
@@ -267,10 +262,3 @@ def _lined(scales: Tensor) -> Tensor:
     if scales.stride() == (_line(N), 1) and held >= blocks * _line(N):
         return scales
     return F.pad(scales, (0, _line(N) - N))[:, :N]
-
-
-def swizzled(columns: int, width: int) -> gl.NVMMASharedLayout:
-    """How rows of so many columns, each of `width` bytes, lie in shared memory."""
-    return gl.NVMMASharedLayout(
-        swizzle_byte_width=min(128, width * columns), element_bitwidth=8 * width, rank=2
-    )

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from onela.errors import DtypeError, ShapeError
 from onela.ops._checks import check_float, check_shape
-from onela.ops.linear.reference import FLOAT8, FLOAT8_MAX, added_linear_ref, check_added
+from onela.ops.linear.reference import FLOAT8, FLOAT8_MAX, added_linear_ref, check_joined, check_residual
 from onela.ops.norm import swiglu_ref
 
 BLOCK = 128
@@ -119,11 +119,10 @@ def added_linear_float8_ref(
     Numerics: fp32 inside; the map is not rounded before it is added; deterministic.
     Raises: ShapeError, DtypeError.
     """
+    check_added_factors(x, x_scales, weight, weight_scales, residual, norm_weight)
     if x_scales is None or weight_scales is None:
-        check_added(x, weight, residual, norm_weight)
         wide, factors = x.to(torch.float32), weight.to(torch.float32)
     else:
-        check_block_factors(x, x_scales, weight, weight_scales, None)
         wide, factors = _wide(x, x_scales), weight.to(torch.float32) * weight_scales
     values, squares = added_linear_ref(
         wide, factors, residual=residual, norm_weight=norm_weight, zero_centered=zero_centered
@@ -148,6 +147,25 @@ def check_block_factors(
         )
     if squares is not None:
         check_float("squares", squares, None, x.shape[0])
+
+
+def check_added_factors(
+    x: Tensor,
+    x_scales: Tensor | None,
+    weight: Tensor,
+    weight_scales: Tensor | None,
+    residual: Tensor,
+    norm_weight: Tensor,
+) -> None:
+    """Raise `ShapeError` or `DtypeError` unless a product's factors fit each other, the residual and its next norm.
+
+    The factors are float8 with their scales, or have 16 bits and none.
+    """
+    if x_scales is None or weight_scales is None:
+        check_joined(x, weight, None)
+    else:
+        check_block_factors(x, x_scales, weight, weight_scales, None)
+    check_residual(x, weight, residual, norm_weight)
 
 
 def _wide(x: Tensor, x_scales: Tensor) -> Tensor:

@@ -12,10 +12,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from onela.errors import ShapeError
-from onela.ops._checks import check_float
 from onela.ops._device import multiprocessors
 from onela.ops.linear import _joined_hopper_kernel as kernel
-from onela.ops.linear.reference import check_heads, check_joined
+from onela.ops.linear.reference import check_added, check_heads, check_joined
 
 PLAIN, GATED, ADDED, HEADS = (mode.value for mode in (kernel.PLAIN, kernel.GATED, kernel.ADDED, kernel.HEADS))
 DEPTH = 64
@@ -86,10 +85,8 @@ def added_linear_hopper(
     Aliasing: weight and norm_weight are read while the kernel before still runs.
     Numerics: as in `normed_linear_hopper`.
     """
-    check_joined(x, weight, None)
+    check_added(x, weight, residual, norm_weight)
     N, size = x.shape[0], weight.shape[0]
-    check_float("residual", residual, N, size)
-    check_float("norm_weight", norm_weight, size)
     o = x.new_empty(N, size)
     tile = tile or choose_tile(ADDED, N, size, x.shape[1], multiprocessors(x.device))
     squares = x.new_empty(size // tile.columns, N, dtype=torch.float32)
@@ -214,6 +211,8 @@ def _launch(
     )  # fmt: skip
 
 
-def swizzled(columns: int) -> gl.NVMMASharedLayout:
-    """How rows of so many 16-bit columns lie in shared memory."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * columns), element_bitwidth=16, rank=2)
+def swizzled(columns: int, width: int = 2) -> gl.NVMMASharedLayout:
+    """How rows of so many columns, each of `width` bytes, lie in shared memory."""
+    return gl.NVMMASharedLayout(
+        swizzle_byte_width=min(128, width * columns), element_bitwidth=8 * width, rank=2
+    )

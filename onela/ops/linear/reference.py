@@ -222,6 +222,11 @@ def check_joined(x: Tensor, weight: Tensor, squares: Tensor | None) -> None:
 def check_added(x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor) -> None:
     """Raise `ShapeError` or `DtypeError` unless a product's factors fit each other, the residual and its next norm."""
     check_joined(x, weight, None)
+    check_residual(x, weight, residual, norm_weight)
+
+
+def check_residual(x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor) -> None:
+    """Raise `ShapeError` or `DtypeError` unless the residual and its next norm fit the product that is added."""
     check_float("residual", residual, x.shape[0], weight.shape[0])
     check_float("norm_weight", norm_weight, weight.shape[0])
 

@@ -121,7 +121,9 @@ SIZES = [(1024, 1024, 8224), (1, 192, 2048), (1000, 1040, 1024), (77, 3584, 1024
 
 def fitting(tiles: tuple, scales: torch.Tensor) -> list:
     """Tiles for rows with so many scales: with one each, which goes to the end, warpgroups share rows alone."""
-    return [tile for tile in tiles if tile.split == 0 or len(scales) > 1]
+    from onela.ops.linear.float8_hopper import BY_ROWS
+
+    return [tile for tile in tiles if tile.split == BY_ROWS or len(scales) > 1]
 
 
 def near(have: torch.Tensor, want: torch.Tensor, share: float) -> None:
